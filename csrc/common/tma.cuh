@@ -46,13 +46,14 @@ inline CUtensorMap make_row_map(const void* data, int64_t rows, int64_t columns,
                             {64, static_cast<cuuint32_t>(box_rows)});
 }
 
-// The same for a matrix of two halves: a box is 8 rows of the first half, the same 8 of the second,
-// the next 8 of the first, and so on, `box_rows` in all. A half has a multiple of 8 rows.
-inline CUtensorMap make_pair_map(const void* data, int64_t rows, int64_t columns, int64_t stride,
-                                 int64_t box_rows) {
+// The same for two matrices, `apart` rows apart: a box is 8 rows of the first, the same 8 of the
+// second, the next 8 of the first, and so on, `box_rows` in all. Together they have `rows` rows,
+// each a multiple of 8.
+inline CUtensorMap make_pair_map(const void* data, int64_t rows, int64_t apart, int64_t columns,
+                                 int64_t stride, int64_t box_rows) {
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
   return make_tensor_map<4>(data, {size(columns), 8, 2, size(rows / 16)},
-                            {size(2 * stride), size(stride * rows), size(2 * 8 * stride)},
+                            {size(2 * stride), size(2 * stride * apart), size(2 * 8 * stride)},
                             {64, 8, 2, static_cast<cuuint32_t>(box_rows / 16)});
 }
 

@@ -19,7 +19,7 @@ LinearKernelParams kernel_params(const char* op, const LinearParams& p, bool sil
   check_columns(op, p.in_dim);
   const int64_t bytes = bytes_of(p.dtype), row_bytes = p.in_dim * bytes;
   const int64_t out_bytes = bytes_of(p.out_dtype);
-  LinearKernelParams params = {p, silu_mul};
+  LinearKernelParams params = {p, silu_mul, p.out_dim / 2};
   params.x_aligned =
       is_aligned(p.x, p.x_stride * bytes, row_bytes) && is_aligned(p.norm_weight, 0, 0);
   params.w_aligned = is_aligned(p.weight, p.weight_stride * bytes, row_bytes);

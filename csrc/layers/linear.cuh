@@ -21,6 +21,7 @@ struct LinearKernelParams {
   LinearParams
       linear;     // pdl: see launch_kernel; weight, norm_weight, bias are read before the wait
   bool silu_mul;  // weight rows are those of gate, then of up; out is silu_mul of their sums
+  int64_t apart;  // weight rows from a gate to its up
   bool x_aligned, w_aligned;  // 16-byte chunks can be loaded whole
   bool out_aligned;  // 8 outputs from a multiple of 8 on, and their addends, are whole chunks
 };

@@ -106,10 +106,12 @@ void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) 
   const LinearParams& linear = p.linear;
   const KernelShape shape{grid.blocks, Of::kThreads, Of::kSharedBytes,
                           static_cast<unsigned>(grid.split)};
-  const auto map_weights = p.silu_mul ? make_pair_map : make_row_map;
-  launch_kernel("linear", kernel, shape, stream, linear.pdl, p, grid,
-                map_weights(linear.weight, linear.out_dim, linear.in_dim, linear.weight_stride,
-                            grid.tile_rows),
+  const CUtensorMap weights =
+      p.silu_mul ? make_pair_map(linear.weight, linear.out_dim, p.apart, linear.in_dim,
+                                 linear.weight_stride, grid.tile_rows)
+                 : make_row_map(linear.weight, linear.out_dim, linear.in_dim, linear.weight_stride,
+                                grid.tile_rows);
+  launch_kernel("linear", kernel, shape, stream, linear.pdl, p, grid, weights,
                 make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, Of::kRows));
 }
 
@@ -196,7 +198,8 @@ Choice best_grid(const LinearKernelParams& p, const Card& card) {
   return best;
 }
 
-// The linear of weight rows [begin, begin + count), a multiple of 8 from a multiple of 8 on.
+// The linear of weight rows [begin, begin + count), a multiple of 8 from a multiple of 8 on; of
+// gates and ups, in the order of tiles, multiples of 16.
 LinearKernelParams columns_of(const LinearKernelParams& p, int64_t begin, int64_t count) {
   LinearKernelParams part = p;
   LinearParams& linear = part.linear;
@@ -205,10 +208,11 @@ LinearKernelParams columns_of(const LinearKernelParams& p, int64_t begin, int64_
                                     const char, char>;
     return array ? static_cast<Byte*>(array) + elements * bytes_of(dtype) : nullptr;
   };
-  linear.weight = move(linear.weight, begin * linear.weight_stride, linear.dtype);
-  linear.bias = move(linear.bias, begin, linear.dtype);
-  linear.residual = move(linear.residual, begin, linear.out_dtype);
-  linear.out = move(linear.out, begin, linear.out_dtype);
+  const int64_t first = p.silu_mul ? begin / 2 : begin;
+  linear.weight = move(linear.weight, first * linear.weight_stride, linear.dtype);
+  linear.bias = move(linear.bias, first, linear.dtype);
+  linear.residual = move(linear.residual, first, linear.out_dtype);
+  linear.out = move(linear.out, first, linear.out_dtype);
   linear.out_dim = count;
   return part;
 }
@@ -222,7 +226,7 @@ void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t str
   const int64_t round = std::max<int64_t>(card.num_sms / ceil_div(p.linear.rows, Large::kRows), 1) *
                         Large::kWeightRows;
   const int64_t first = p.linear.out_dim / round * round, rest = p.linear.out_dim - first;
-  if (first > 0 && rest > 0 && p.linear.rows > 64 && !p.silu_mul) {
+  if (first > 0 && rest > 0 && p.linear.rows > 64) {
     const LinearKernelParams rounds = columns_of(p, 0, first);
     const LinearKernelParams others = columns_of(p, first, rest);
     Choice large;

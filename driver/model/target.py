@@ -60,7 +60,7 @@ def layer_launches(spec: ModelSpec, rows: int) -> int:
     appended = fuses(rows, qkv) and not spec.qk_norm
     normed = appended or norms(rows, qkv)
     gated = norms(rows, 2 * spec.intermediate_size * spec.hidden_size)
-    divided = 3 * (rows > WHOLE_ROWS)
+    divided = 4 * (rows > WHOLE_ROWS)
     return 6 + (not normed) + (not appended) + (not gated) + divided
 
 

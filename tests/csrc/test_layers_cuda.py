@@ -346,7 +346,7 @@ def test_partial_sums_of_every_tile_have_the_bits_of_one_rank(dtype, ranks, n, k
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("rows", "n", "k"), [(640, 3584, 3592), (300, 5640, 3592)])
+@pytest.mark.parametrize(("rows", "n", "k"), [(640, 3584, 3592), (300, 5648, 3592)])
 def test_the_rest_of_a_last_round_has_the_bits_of_few_rows(rows, n, k, out_dtype):
     """Whole rounds of tiles in one launch and the other columns in a second, offsets included."""
     x, _, weight, bias = (t.cuda() for t in inputs(rows, n, k, torch.bfloat16))
@@ -359,3 +359,9 @@ def test_the_rest_of_a_last_round_has_the_bits_of_few_rows(rows, n, k, out_dtype
     tlt_ext.linear_rows(x, weight, many, bias=bias, residual=residual, pdl=True)
     assert torch.equal(many, few)
     assert wide[:, :8].isnan().all() and wide[:, n + 8 :].isnan().all()
+    gated, activated = (x.new_full((rows, n // 2), float("nan")) for _ in range(2))
+    for first in range(0, rows, 20):
+        at = slice(first, first + 20)
+        tlt_ext.linear_silu_mul(x[at], weight, gated[at])
+    tlt_ext.linear_silu_mul(x, weight, activated, pdl=True)
+    assert torch.equal(activated, gated)
