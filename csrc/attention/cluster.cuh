@@ -10,8 +10,8 @@
 namespace tlt {
 
 template <typename T, int kDim, int kWarps>
-class ClusterBlock : public RowBlock<T, kDim, kWarps, true> {
-  using Base = RowBlock<T, kDim, kWarps, true>;
+class ClusterBlock : public RowBlock<T, kDim, kWarps, Residency::kCluster> {
+  using Base = RowBlock<T, kDim, kWarps, Residency::kCluster>;
 
  public:
   using Base::Base;

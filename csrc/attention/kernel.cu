@@ -87,11 +87,11 @@ __device__ __forceinline__ void for_row_blocks(const Launch& l, int kv_head, int
 }
 
 // Grid: (kv heads * row blocks, requests, items).
-template <typename T, int kDim, int kWarps>
+template <typename T, int kDim, int kWarps, Residency kResidency>
 __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kWarpSize,
                                   kWarps == 4 ? 2 : 1)
     attend_kernel(const __grid_constant__ Launch l) {
-  using Block = RowBlock<T, kDim, kWarps>;
+  using Block = RowBlock<T, kDim, kWarps, kResidency>;
   constexpr int kRows = kWarps * kMmaRows;
   extern __shared__ __align__(1024) char memory[];
   auto* shared = reinterpret_cast<typename Block::Memory*>(memory);
@@ -186,10 +186,10 @@ CUtensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache) {
                          {kLine / 2, 1, kStep, 1, 1});
 }
 
-template <typename T, int kDim, int kWarps>
+template <typename T, int kDim, int kWarps, Residency kResidency>
 void launch_attend(const Launch& l, const AttentionPlan& plan, bool hopper, cudaStream_t stream) {
-  const int bytes =
-      hopper ? sizeof(Shared<kDim, kWarps, true>) : sizeof(Shared<kDim, kWarps, false>);
+  const int bytes = hopper ? sizeof(Shared<kDim, kWarps, true, kResidency>)
+                           : sizeof(Shared<kDim, kWarps, false, kResidency>);
   const KernelShape shape{l.p.num_kv_heads * plan.row_blocks,
                           (kWarps + (hopper ? kProducerWarps : 0)) * kWarpSize,
                           bytes,
@@ -197,16 +197,20 @@ void launch_attend(const Launch& l, const AttentionPlan& plan, bool hopper, cuda
                           static_cast<unsigned>(l.p.sequences.num_requests),
                           static_cast<unsigned>(l.partials.items)};
   // Dependent launches, like the merge: both wait before they read what previous kernels wrote.
-  launch_kernel(kOp, attend_kernel<T, kDim, kWarps>, shape, stream, true, l);
+  // Otherwise the split of L1 and shared memory is the smallest for one block, and the merge waits.
+  if (kResidency == Residency::kAlone) {
+    prefer_shared(kOp, attend_kernel<T, kDim, kWarps, kResidency>);
+  }
+  launch_kernel(kOp, attend_kernel<T, kDim, kWarps, kResidency>, shape, stream, true, l);
 }
 
 template <typename T, int kDim>
 void launch_merge(const Launch& l, cudaStream_t stream) {
   const Sequences& s = l.p.sequences;
   const int64_t rows = (s.num_rows + s.num_requests - 1) / s.num_requests;
-  const int warps = l.group * kDim / 64, tail_warps = std::min({warps, l.merge_rows, kTailWarps});
+  const int warps = l.group * kDim / 64;
   const int bytes = static_cast<int>(sizeof(MergeRow<kDim>)) * l.merge_rows +
-                    static_cast<int>(sizeof(TailScratch<kDim>)) * tail_warps;
+                    static_cast<int>(sizeof(TailScratch<kDim>)) * l.tail_warps;
   const int64_t turns = (rows * l.p.num_kv_heads + l.merge_rows - 1) / l.merge_rows;
   const KernelShape shape{turns, warps * kWarpSize, bytes, 1,
                           static_cast<unsigned>(s.num_requests)};
@@ -217,7 +221,7 @@ void launch_merge(const Launch& l, cudaStream_t stream) {
 template <typename T, int kDim>
 bool launch_clusters(const Launch& l, const AttentionPlan& plan, cudaStream_t stream) {
   const auto kernel = cluster_kernel<T, kDim>;
-  const int bytes = sizeof(Shared<kDim, kClusterWarps, true, true>);
+  const int bytes = sizeof(Shared<kDim, kClusterWarps, true, Residency::kCluster>);
   const int threads = (kClusterWarps + kProducerWarps) * kWarpSize;
   if (max_active_clusters(kOp, kernel, {1, threads, bytes, kClusterBlocks, true}) < 1) return false;
   const KernelShape shape{kClusterBlocks,
@@ -237,10 +241,13 @@ void launch(Launch l, const AttentionPlan& plan, cudaStream_t stream) {
   if (hopper) l.maps = {map_of(l.p, l.p.k), map_of(l.p, l.p.v)};
   const bool shares = l.partials.acc != nullptr;
   if (hopper && shares && plan.cluster && launch_clusters<T, kDim>(l, plan, stream)) return;
-  if (plan.warps == 4) {
-    launch_attend<T, kDim, 4>(l, plan, hopper, stream);
+  constexpr Residency kFew = kDim > 64 ? Residency::kAlone : Residency::kPacked;  // of shared keys
+  if (plan.warps == 8) {
+    launch_attend<T, kDim, 8, Residency::kPacked>(l, plan, hopper, stream);
+  } else if (shares && plan.alone) {
+    launch_attend<T, kDim, 4, kFew>(l, plan, hopper, stream);
   } else {
-    launch_attend<T, kDim, 8>(l, plan, hopper, stream);
+    launch_attend<T, kDim, 4, Residency::kPacked>(l, plan, hopper, stream);
   }
   if (shares) launch_merge<T, kDim>(l, stream);
 }
@@ -265,7 +272,8 @@ void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int devi
            page_shift,
            (1 << 16) / group + 1,
            static_cast<int>(plan.merge_rows),
-           plan.items > 1 ? 2 : 0,  // four producer warps or one
+           static_cast<int>(plan.tail_warps),
+           plan.items > 1 && p.head_dim <= 64 ? 2 : 0,  // four producer warps or one
            {}};
   l.partials = {nullptr, nullptr, 1, 0};
   if (workspace != nullptr && plan.items > 1) {

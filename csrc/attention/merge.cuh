@@ -37,8 +37,6 @@ class SharedPartials {
   const float2* acc_;
 };
 
-constexpr int kTailWarps = 4;  // warps of a merge block that compute tails
-
 // What the merge computes for a row and kv head before the partials are ready.
 template <int kDim>
 struct alignas(16) MergeRow {
@@ -154,13 +152,12 @@ __global__ void __launch_bounds__(kMaxGroup* kDim / 64 * kWarpSize, 128 / kDim)
   launch_dependents();
   const Request r = read_request(l.p, blockIdx.y);
   const int warp = threadIdx.x / kWarpSize;
-  const int tail_warps = min(static_cast<int>(blockDim.x) / kWarpSize, kTailWarps);
   const auto kv_heads = static_cast<int>(l.p.num_kv_heads);
   const int all = static_cast<int>(r.num_rows) * kv_heads, turn = l.merge_rows;
   const WarpMerge<T, kDim> warp_merge(l, rows, steps[warp]);
   for (int first = blockIdx.x * turn; first < all; first += gridDim.x * turn) {
     const int count = min(turn, all - first);
-    for (int i = warp; i < count && warp < tail_warps; i += tail_warps) {
+    for (int i = warp; i < count && warp < l.tail_warps; i += l.tail_warps) {
       prepare_row<T, kDim>(l, r, (first + i) / kv_heads, (first + i) % kv_heads, &scratches[warp],
                            &rows[i]);
     }

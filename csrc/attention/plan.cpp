@@ -31,20 +31,21 @@ int64_t most_partials(int64_t max_slots, int64_t items) {
 int64_t items_for(const AttentionShape& shape, int64_t blocks, int64_t warps) {
   const bool light = shape.head_dim <= 64 && warps == 4;
   if (blocks >= (light ? kMultiprocessors : kMultiprocessors * 4 / 5)) return 1;
-  const bool two = light || (warps == 4 && 2 * blocks > kMultiprocessors);
+  const bool two = light || (warps == 4 && 2 * blocks >= kMultiprocessors * 9 / 10);
   return (two ? 2 : 1) * kMultiprocessors / blocks;
 }
 
 // The smallest number of rows per merge block with which all blocks are resident together. Where
 // the first launch has one block of four warps per multiprocessor, one merge block of eight warps
-// runs concurrently with it, so that all tails are computed while keys are streamed; otherwise two
-// start after it.
-int64_t merge_rows_for(const AttentionShape& shape, const AttentionPlan& plan, int64_t blocks) {
+// runs concurrently with it, so that all tails are computed while keys are streamed, by one warp,
+// since more shared memory is not free; otherwise two start after it.
+void plan_merge(const AttentionShape& shape, AttentionPlan* plan) {
   const int64_t tails = shape.num_rows * shape.num_kv_heads;
-  const bool fits = shape.head_dim > 64 && shape.num_heads <= 4 * shape.num_kv_heads;
-  const bool concurrent = plan.warps == 4 && fits && blocks * plan.items <= kMultiprocessors;
+  const int64_t group = shape.num_heads / shape.num_kv_heads, warps = group * shape.head_dim / 64;
+  const bool concurrent = plan->warps == 4 && shape.head_dim > 64 && group <= 4 && plan->alone;
   const int64_t slots = (concurrent ? 1 : 2) * kMultiprocessors;
-  return std::clamp<int64_t>((tails - 1) / slots + 1, 1, concurrent ? 8 : 4);
+  plan->merge_rows = std::clamp<int64_t>((tails - 1) / slots + 1, 1, concurrent ? 8 : 4);
+  plan->tail_warps = concurrent ? 1 : std::min(warps, plan->merge_rows);
 }
 
 // A card runs fewer blocks in clusters than alone: 15 clusters at two blocks per multiprocessor,
@@ -71,8 +72,9 @@ AttentionPlan plan_attention(const AttentionShape& shape) {
   plan.row_blocks = std::max<int64_t>(1, (rows + block_rows - 1) / block_rows);
   const int64_t blocks = shape.num_requests * shape.num_kv_heads * plan.row_blocks;
   plan.items = items_for(shape, blocks, plan.warps);
+  plan.alone = blocks * plan.items <= kMultiprocessors;
   plan.cluster = fits_clusters(shape, plan, blocks);
-  plan.merge_rows = merge_rows_for(shape, plan, blocks);
+  plan_merge(shape, &plan);
   if (plan.items > 1) {
     const auto most = shape.head_dim <= 64 ? most_partials<64> : most_partials<128>;
     plan.partials = most(shape.max_slots, plan.items);

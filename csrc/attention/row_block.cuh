@@ -9,11 +9,11 @@
 
 namespace tlt {
 
-// The rows of one block: m = row * group + head. kCluster: see cluster.cuh.
-template <typename T, int kDim, int kWarps, bool kCluster = false>
+// The rows of one block: m = row * group + head.
+template <typename T, int kDim, int kWarps, Residency kResidency>
 class RowBlock {
  public:
-  using Memory = Shared<kDim, kWarps, kHopper, kCluster>;
+  using Memory = Shared<kDim, kWarps, kHopper, kResidency>;
   using C = Cuts<kDim>;
   using Cursor = RingCursor<Memory::kRing>;
 
@@ -59,6 +59,7 @@ class RowBlock {
 
  protected:
   static constexpr int kRing = Memory::kRing;
+  static constexpr bool kCluster = kResidency == Residency::kCluster;
 
   __device__ __forceinline__ bool nothing_to_do(const KeyRange& keys) const {
     return keys.begin >= keys.end && shares();

@@ -7,18 +7,21 @@
 
 namespace tlt {
 
-// Tiles of the ring, from the shared memory available to a block: on sm_90 two blocks of four warps
-// per multiprocessor, or one of eight.
-template <int kWarps, bool kHopper>
-constexpr int kRingTiles = kWarps == 4 ? 5
+// What shares a multiprocessor with a block: a second one if they have four warps, only a block of
+// the merge, or a second block of a cluster.
+enum class Residency { kPacked, kAlone, kCluster };
+
+// Tiles of the ring, from the shared memory available to a block.
+template <int kWarps, bool kHopper, Residency kResidency>
+constexpr int kRingTiles = kWarps == 4 ? (kHopper && kResidency == Residency::kAlone ? 8 : 5)
                            : kHopper   ? 10
                                        : 6;
 
 // The ring of tiles, whose memory the tails use afterwards, and the totals of finished splits,
 // which would take registers that the tiles need.
-template <int kDim, int kWarps, bool kHopper, bool kCluster = false>
+template <int kDim, int kWarps, bool kHopper, Residency kResidency>
 struct Shared {
-  static constexpr int kRing = kRingTiles<kWarps, kHopper>;
+  static constexpr int kRing = kRingTiles<kWarps, kHopper, kResidency>;
   static constexpr int kFit = sizeof(Ring<kDim, kRing>) / sizeof(TailScratch<kDim>);
   static constexpr int kTails =
       kWarps < kFit ? kWarps : kFit;  // warps that compute tails at the same time
@@ -32,7 +35,7 @@ struct Shared {
     float2 total[kWarps][kDim / 4][kWarpSize];
     Softmax softmax[kWarps * kMmaRows];
   };
-  static constexpr int kNumPartials = kCluster ? kBlockPartials<kDim> : 1;
+  static constexpr int kNumPartials = kResidency == Residency::kCluster ? kBlockPartials<kDim> : 1;
   Part parts[kNumPartials];
   RingBarriers<kRing> barriers;
   float2 sink[kWarps];       // of each warp (tiles.cuh)

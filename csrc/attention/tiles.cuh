@@ -180,28 +180,47 @@ class WarpTile {
   // maximum.
   __device__ __forceinline__ void weigh(float (*rescale_to)[2]) {
     auto& rescale = *rescale_to;
+    float max[2], base[2], sum[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) max[half] = quad_max(largest(half));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float max = -INFINITY;
+      max[half] = fmaxf(f_.max[half], mul_rn(max[half], factor_));
+      base[half] = finite_max(max[half]);
+      rescale[half] = exp2_fast(add_rn(f_.max[half], -base[half]));
+      f_.max[half] = max[half];
+      sum[half] = 0.0f;
+    }
+    // Both rows together: the additions of a row wait for each other.
 #pragma unroll
-      for (int n = 0; n < kTile / 8; ++n) {
-        max = fmaxf(max, fmaxf(score_[n][2 * half], score_[n][2 * half + 1]));
-      }
-      max = fmaxf(f_.max[half], mul_rn(quad_max(max), factor_));
-      const float base = finite_max(max);
-      rescale[half] = exp2_fast(add_rn(f_.max[half], -base));
-      f_.max[half] = max;
-      float sum = 0.0f;
+    for (int n = 0; n < kTile / 8; ++n) {
 #pragma unroll
-      for (int n = 0; n < kTile / 8; ++n) {
+      for (int i = 0; i < 2; ++i) {
 #pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          score_[n][i] = exp2_fast(fma_rn(score_[n][i], factor_, -base));
-          sum = add_rn(sum, score_[n][i]);
+        for (int half = 0; half < 2; ++half) {
+          float& x = score_[n][2 * half + i];
+          x = exp2_fast(fma_rn(x, factor_, -base[half]));
+          sum[half] = add_rn(sum[half], x);
         }
       }
-      f_.sum[half] = fma_rn(f_.sum[half], rescale[half], sum);
     }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      f_.sum[half] = fma_rn(f_.sum[half], rescale[half], sum[half]);
+  }
+
+  // The largest score of a row in this lane, as a tree: shorter than a chain, and equal.
+  __device__ __forceinline__ float largest(int half) const {
+    float max[kTile / 8];
+#pragma unroll
+    for (int n = 0; n < kTile / 8; ++n)
+      max[n] = fmaxf(score_[n][2 * half], score_[n][2 * half + 1]);
+#pragma unroll
+    for (int step = kTile / 16; step > 0; step /= 2) {
+#pragma unroll
+      for (int n = 0; n < step; ++n) max[n] = fmaxf(max[n], max[n + step]);
+    }
+    return max[0];
   }
 
   __device__ __forceinline__ void scale(const float (&rescale)[2]) {

@@ -389,7 +389,7 @@ def test_checks_the_cache_shape(shape, match):
 # The dimensions of a head, where splits of 256 keys end, and items of so many requests: to one
 # block of each of 132 multiprocessors, or two.
 SHARES = {
-    "128": (128, 1024, ((1, 16), (3, 5), (8, 2))),
+    "128": (128, 1024, ((1, 16), (3, 5), (8, 4))),
     "64": (64, 4096, ((1, 33), (5, 6), (16, 2))),
 }
 

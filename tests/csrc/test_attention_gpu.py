@@ -353,6 +353,42 @@ def test_a_graph_serves_any_lengths(tree, name, batch, longest, pdl):
     assert not status.any()
 
 
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize(
+    ("name", "rows", "longest"),
+    [("32/8x128", 16, 9000), ("32/8x128", 64, 3000), ("9/3x64", 20, 5000), ("28/4x128", 33, 1100)],
+)
+def test_calls_of_a_graph_share_a_workspace(name, rows, longest, pdl):
+    """Partials of one call are never those of the call before it, of a replay or another length."""
+    case = make_case([longest], [rows], SHAPES[name], tree=False)
+    arrays = ("q", "k_cache", "v_cache")
+    layers = [case | {name: torch.randn_like(case[name]) for name in arrays} for _ in range(6)]
+    outs = [torch.empty_like(case["q"]) for _ in layers]
+    workspace = workspace_for(case)
+    status = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def run():
+        for layer, out in zip(layers, outs, strict=True):
+            flat.tree_attention(**layer, out=out, status=status, workspace=workspace, pdl=pdl)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    draw = kit.generator(rows)
+    wanted = torch.empty_like(case["q"])
+    for step in range(100):
+        length = longest if step % 5 == 0 else int(torch.randint(longest + 1, (), generator=draw))
+        case["context_len"].fill_(length)
+        case["position"].copy_(torch.arange(length, length + rows))
+        workspace.fill_(255 if step % 2 else 0)
+        graph.replay()
+        for layer, out in zip(layers, outs, strict=True):
+            flat.tree_attention(**layer, out=wanted, status=status)
+            assert kit.same_bits(out, wanted), (step, length)
+    assert not status.any()
+
+
 def test_unsupported_shapes_are_rejected():
     sizes = list(zip(*SHAPES.values(), strict=True))  # all of them run
     assert set(sizes[2]) == set(GPU_HEAD_DIMS) and set(sizes[3]) == set(GPU_PAGE_SIZES)
