@@ -168,12 +168,15 @@ class Inbox(RequestSource):
 
     def abort(
         self, chosen: Callable[[Ticket], bool], remove: Callable[[RunningRequest], None]
-    ) -> list[Response]:
-        """Ends requests with their tokens so far; no other thread may use the engine.
+    ) -> list[tuple[Ticket, Response]]:
+        """Takes requests out with their tokens so far; no other thread may use the engine.
 
         Args:
             chosen: whether a request is to end.
             remove: takes one out of the rollout.
+
+        Returns:
+            What to call `set_result` with, once other threads may use the engine.
         """
         aborted = []
         for state, ticket in list(self.tickets.items()):
@@ -185,9 +188,7 @@ class Inbox(RequestSource):
             if ticket.set_running_or_notify_cancel():
                 state = RunningRequest.begin(ticket.request)
                 aborted.append((ticket, state.response(self.version, aborted=True)))
-        for ticket, response in aborted:
-            ticket.set_result(response)
-        return [response for _, response in aborted]
+        return aborted
 
     def fail(self, error: BaseException) -> None:
         """Ends all requests with an error."""
@@ -273,7 +274,8 @@ class Inbox(RequestSource):
             scheduler.remove(state)
             dropped.append(state)
 
-        self.abort(lambda other: other is ticket, remove)
+        for _, response in self.abort(lambda other: other is ticket, remove):
+            ticket.set_result(response)
         return dropped
 
     def _admit(self, scheduler: Scheduler, ticket: Ticket) -> None:

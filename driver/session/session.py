@@ -193,9 +193,12 @@ class Session(SharedEngine):
         except TypeError:
             raise UserError(f"abort: ids must be those of requests, got {shown(ids)}") from None
         with self._between_bursts():
-            return self._inbox.abort(
+            aborted = self._inbox.abort(
                 lambda ticket: wanted is None or ticket.request.id in wanted, self.engine.remove
             )
+        for ticket, response in aborted:  # a callback may use the session
+            ticket.set_result(response)
+        return [response for _, response in aborted]
 
     def decode(self, response: Response) -> str:
         """The text of a response, without special tokens."""

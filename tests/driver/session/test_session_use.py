@@ -5,6 +5,7 @@ import gc
 import re
 import subprocess
 import sys
+import threading
 import weakref
 from concurrent.futures import CancelledError, wait
 from dataclasses import replace
@@ -108,6 +109,15 @@ def test_a_cancelled_request_ends_with_the_tokens_so_far(session):
     wait([begun], WAIT_S)
     assert begun.cancelled() or begun.result().finish == "abort"
     assert same(session.generate(long), whole)
+
+
+def test_a_callback_of_an_aborted_request_may_use_the_session(session):
+    future, called = session.submit(endless(jobs(1, seed=44, new=200))[0]), []
+    future.add_done_callback(lambda _: called.append(session.wake()))
+    aborting = threading.Thread(target=session.abort, daemon=True)
+    aborting.start()
+    aborting.join(WAIT_S)
+    assert not aborting.is_alive() and called == [None]
 
 
 def test_an_interrupted_generate_ends_its_own_requests_only(session, monkeypatch):
