@@ -3,8 +3,8 @@
 Cases take turns in one run from the warm start, whose drafter is frozen, so that start and
 compilation are paid once. A case `64x32768x98304` computes the first row of the update, of 32,768
 tokens, on 64 multiprocessors during the tail; the other rows have 98,304 tokens. `0x0x98304` begins
-after the rollout. `median_us` is the time of a step,
-`us_per_token` that over its response tokens, since cases have other prompts. A case whose gradients
+after the rollout. `median_us` is the time of a step. All steps repeat the same prompts with a
+learning rate that changes no weight, so their responses are the same ones. A case whose gradients
 on the partition differ from those on the card is left out.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 
 from driver.config.load import load_config
 from driver.records.phases import StepTimes
+from driver.run.collector import Experience
 from driver.run.run import Run
 from driver.run.start import start_run
 from driver.run.tail_update import TailUpdate
@@ -29,6 +30,7 @@ from profiling.studies.grpo_runs import WARMED
 NEEDS_WARM_START = True
 CASES = "64x32768x98304,0x0x98304,64x16384x98304,0x0x65536,96x32768x98304"
 QUICK_CASES = "64x32768x98304,0x0x98304"
+NO_LR = 1e-30  # a step of Adam with it rounds to nothing
 FIRST_STEPS = 2  # not counted: they compile, capture graphs and compare gradients
 
 
@@ -44,10 +46,9 @@ def run(bench: Bench) -> None:
     chosen = options(bench.options)
     names = (chosen.cases or (QUICK_CASES if bench.quick else CASES)).split(",")
     cases = {name: tuple(map(int, name.split("x"))) for name in names}
-    steps = FIRST_STEPS + chosen.repeats * len(cases)
     with tempfile.TemporaryDirectory() as root:
         words = [*bench.words, *WARMED, f"model.path={make_warm_start(bench.words)}"]
-        words += ["spot.mode=off", "run.eval_prompts=0", f"run.steps={steps}", f"run.root={root}"]
+        words += ["spot.mode=off", "run.eval_prompts=0", f"run.root={root}"]
         made = start_run(load_config(words), say)
         try:
             measure(bench, made, cases, chosen.repeats)
@@ -58,10 +59,11 @@ def run(bench: Bench) -> None:
 def measure(bench: Bench, run: Run, cases: dict[str, tuple[int, ...]], repeats: int) -> None:
     """Makes the steps and adds a row for each case."""
     tails = {sms: tail_of(run, sms) for sms, _, _ in cases.values()}
-    config, found = run.trainer.cfg, {name: list[dict[str, Any]]() for name in cases}
-    for _, first, rows in list(cases.values())[:1] * FIRST_STEPS:
+    config, found = replace(run.trainer.cfg, lr=NO_LR), {name: list[Any]() for name in cases}
+    for _ in range(FIRST_STEPS):
+        _, first, rows = next(iter(cases.values()))
         run.trainer.cfg = replace(config, tail_tokens=first, micro_batch_tokens=rows)
-        batch = run.gather()
+        batch = gather(run)
         for tail in filter(None, tails.values()):
             tail.take(batch.responses, batch.rewards, batch.keep)
         finish(run, batch)
@@ -69,24 +71,23 @@ def measure(bench: Bench, run: Run, cases: dict[str, tuple[int, ...]], repeats: 
         for name, (sms, first, rows) in cases.items():
             run.trainer.cfg = replace(config, tail_tokens=first, micro_batch_tokens=rows)
             run.collector.tail = tails[sms]
-            found[name].append(finish(run, run.gather()))
+            found[name].append(finish(run, gather(run)))
     for name, records in found.items():
         place = tails[cases[name][0]]
         if place is not None and not place.exact:
             say(f"{name}: left out, other gradients on the partition, or one row a step")
             continue
         times = [StepTimes.of(record) for record in records]
-        tokens = sum(record["tokens"] for record in records)
+        totals = [each.total for each in times]
         hidden = [record.get("update/hidden_share", 0.0) for record in records]
         bench.add_row(
             name,
-            1e6 * statistics.median(each.total for each in times),
-            us_per_token=round(1e6 * sum(each.total for each in times) / tokens, 4),
-            gen_us_per_token=round(1e6 * sum(t.phases["gen"] for t in times) / tokens, 4),
+            1e6 * statistics.median(totals),
+            spread=round((max(totals) - min(totals)) / statistics.median(totals), 4),
             gen_s=round(statistics.median(t.phases["gen"] for t in times), 4),
             update_s=round(statistics.median(t.phases["update_actor"] for t in times), 4),
             hidden_share=round(statistics.median(hidden), 4),
-            steps=len(records),
+            tokens=records[-1]["tokens"],
         )
 
 
@@ -96,7 +97,14 @@ def tail_of(run: Run, sms: int) -> TailUpdate | None:
     return TailUpdate.of(config, run.world, run.trainer, run.collector.keeps, None, say, sms)
 
 
-def finish(run: Run, batch: Any) -> dict[str, Any]:
+def gather(run: Run) -> Experience:
+    """The rollouts of the first step, without n-grams of their own earlier responses."""
+    run.step = run.collector.prompts_drawn = 0
+    run.rollout.engine.forget()
+    return run.gather()
+
+
+def finish(run: Run, batch: Experience) -> dict[str, Any]:
     """The rest of a step; its record, with the tokens of its responses."""
     metrics = run.update_policy(batch)
     run.sync_weights()
