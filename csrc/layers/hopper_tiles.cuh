@@ -57,6 +57,7 @@ struct Grid {
   int row_tiles, tiles, blocks;
   int split;      // blocks of a cluster that share the parts of a tile: 1, 2, 4 or 8
   int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 for gates and ups
+  int last_rows;  // rows of x of the last row tile
   // The ring: a stage holds a block of K of a tile's weight rows, then of its rows of x.
   int stages, stage_bytes;
 };
@@ -101,11 +102,12 @@ struct Barriers {
 
 // Called by one thread: fills the weights' half of the ring, or the half of x once the prior
 // kernels have ended, in the order of sum_tile and sum_held.
+// The last row tile has a map of its own without rows past the end, which would be filled with
+// zeros. The sums of those rows are not stored, so they may read what is there.
 template <typename Of, bool kWeights>
 __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid, bool pairs,
-                                             const CUtensorMap* map, char* ring,
-                                             Barriers* barriers) {
-  const int rows = kWeights ? grid.tile_rows : Of::kRows;
+                                             const CUtensorMap* map, const CUtensorMap* last_map,
+                                             char* ring, Barriers* barriers) {
   uint32_t base = shared_address(ring) + (kWeights ? 0 : grid.tile_rows * kLineBytes);
   uint32_t full = shared_address(barriers->full), empty = shared_address(barriers->empty);
   asm volatile("" : "+r"(base), "+r"(full), "+r"(empty));  // computed once, not for each block of K
@@ -116,12 +118,15 @@ __device__ __forceinline__ void load_operand(const Work& work, const Grid& grid,
       asm volatile("" : "+r"(row));  // computed in advance
       wait_for_prior_grid();
     }
+    const bool last = !kWeights && tile % grid.row_tiles == grid.row_tiles - 1;
+    const CUtensorMap* const from = last ? last_map : map;
+    const int rows = kWeights ? grid.tile_rows : last ? grid.last_rows : Of::kRows;
     const auto load = [&](int block) {
       const uint32_t barrier = full + at.stage * 8, to = base + at.stage * grid.stage_bytes;
       wait_barrier(empty + at.stage * 8, at.parity ^ 1);
       arrive_expecting(barrier, rows * kLineBytes);
-      kWeights&& pairs ? copy_pairs(to, map, block * kBlockK, row, barrier)
-                       : copy_rows(to, map, block * kBlockK, row, barrier);
+      kWeights&& pairs ? copy_pairs(to, from, block * kBlockK, row, barrier)
+                       : copy_rows(to, from, block * kBlockK, row, barrier);
       at.advance(grid.stages);
     };
     const int beside = Of::kTurns && work.each >= 4 ? 1 : Of::kHeld;

@@ -27,7 +27,8 @@ template <typename T, typename Of>
 __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
     hopper_kernel(const __grid_constant__ LinearKernelParams params,
                   const __grid_constant__ Grid grid, const __grid_constant__ CUtensorMap w_map,
-                  const __grid_constant__ CUtensorMap x_map) {
+                  const __grid_constant__ CUtensorMap x_map,
+                  const __grid_constant__ CUtensorMap last_map) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char memory[];
   __shared__ Barriers barriers;
@@ -46,17 +47,20 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
     fence_copies();
   }
   if (lane == 0 && warp == kLoader) prefetch_map(&w_map);
-  if (lane == 0 && warp == kLoader + 1) prefetch_map(&x_map);
+  if (lane == 0 && warp == kLoader + 1) {
+    prefetch_map(&x_map);
+    prefetch_map(&last_map);
+  }
   __syncthreads();
 
   if (warp >= kLoader) {
     give_registers<Of::kLoadRegisters>();
     const Work work(p, grid);
     if (warp == kLoader && lane == 0) {
-      load_operand<Of, true>(work, grid, params.silu_mul, &w_map, ring, &barriers);
+      load_operand<Of, true>(work, grid, params.silu_mul, &w_map, nullptr, ring, &barriers);
     }
     if (warp == kLoader + 1 && lane == 0) {
-      load_operand<Of, false>(work, grid, false, &x_map, ring, &barriers);
+      load_operand<Of, false>(work, grid, false, &x_map, &last_map, ring, &barriers);
     }
     __syncwarp();
     if (grid.split > 1) cluster.sync();
@@ -111,8 +115,11 @@ void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) 
                                  linear.weight_stride, grid.tile_rows)
                  : make_row_map(linear.weight, linear.out_dim, linear.in_dim, linear.weight_stride,
                                 grid.tile_rows);
-  launch_kernel("linear", kernel, shape, stream, linear.pdl, p, grid, weights,
-                make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, Of::kRows));
+  const auto map_x = [&](int64_t rows) {
+    return make_row_map(linear.x, linear.rows, linear.in_dim, linear.x_stride, rows);
+  };
+  launch_kernel("linear", kernel, shape, stream, linear.pdl, p, grid, weights, map_x(Of::kRows),
+                map_x(grid.last_rows));
 }
 
 // Considers one grid: takes it if its estimate beats the best so far. Tiles come in rounds of
@@ -158,6 +165,7 @@ void consider_grid(const LinearParams& p, const Card& card, int split, int64_t t
                 static_cast<int>(std::min(blocks, slots)),
                 split,
                 static_cast<int>(tile_rows),
+                static_cast<int>(p.rows - (row_tiles - 1) * Of::kRows),
                 std::min(kMaxStages, Of::kRingBytes / stage_bytes),
                 stage_bytes};
   best->launch = launch<T, Of>;

@@ -99,6 +99,7 @@ void time_tile(int64_t rows, int64_t out_dim, int64_t in_dim, int calls) {
                       static_cast<int>(std::min(tiles * split, slots)),
                       split,
                       static_cast<int>(tile_rows),
+                      static_cast<int>(rows - (row_tiles - 1) * Of::kRows),
                       std::min(kMaxStages, Of::kRingBytes / stage_bytes),
                       stage_bytes};
       const float us = best_us(
