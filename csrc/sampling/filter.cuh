@@ -192,7 +192,7 @@ class Filter {
       float x;
       const int32_t id = scanner_.id_at(place, &x);
       const uint32_t word = draw.group_word(static_cast<uint32_t>(id) / kGroup);
-      if (word > gumbel_max.max_winning_word(row_, x)) continue;
+      if (!gumbel_max.may_win(row_, x, word)) continue;
       gumbel_max.offer(add_rn(row_.scaled(x), draw.noise(word, static_cast<uint32_t>(id))), x, id);
       gumbel_max.reached = fmaxf(gumbel_max.reached, gumbel_max.score);
     }

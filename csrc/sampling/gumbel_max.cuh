@@ -3,8 +3,8 @@
 // Noise in full would cost more than the read. The word of a group of eight ids bounds their noise
 // (common/noise.h): it is at most -ln(u / 8), so no id of the group beats a score that is already
 // reached if u > 8 exp(largest logit / T - reached). A lane takes four groups that share a call of
-// Philox, and tests the least of their words against the largest of their logits by one integer
-// comparison. The few groups that may win are scored by the warp, a lane an id.
+// Philox, and compares their words with these bounds. The few groups that may win are scored by the
+// warp, a lane an id.
 #pragma once
 
 #include "common/noise.h"
@@ -99,14 +99,15 @@ struct GumbelMax {
     for (int i = 0; i < kGroup; ++i) offer(x[i], x[i], start + i);
   }
 
-  // The largest word of a group with which one of its logits, at most `largest`, could still win or
-  // tie. For E >= u, u = (word / 8 + 1/2) / 2^29, it satisfies u / 8 <= exp(logit / T - reached).
-  // The slack covers every rounding, and 4 the lower bits of the word.
+  // Whether an id of a group with this word and with logits up to `largest` could still win or tie.
+  // As E >= u = (word / 8 + 1/2) / 2^29, that needs u / 8 <= exp(largest / T - reached), or word /
+  // 512 <= 2^26 exp(largest / T - reached). The slack covers every rounding. The word becomes a
+  // float by its bits: a conversion would take the unit of the exponentials.
   template <typename T>
-  __device__ __forceinline__ uint32_t max_winning_word(const Row<T>& row, float largest) const {
-    const float slack = fma_rn(fabsf(reached), 0x1p-19f, 35.01f);
+  __device__ __forceinline__ bool may_win(const Row<T>& row, float largest, uint32_t word) const {
+    const float slack = fma_rn(fabsf(reached), 0x1p-19f, 26.01f);
     const float power = fma_rn(largest, row.log2_scale, fma_rn(reached, -kLog2E, slack));
-    return __float2uint_rz(exp2_approx(power) + 4.0f);  // saturates
+    return as_float(as_bits(0x1p23f) | word >> 9) <= add_rn(exp2_approx(power), 0x1p23f + 1.0f);
   }
 
   // Takes a lane's groups, kApart ids apart. `largest` holds their largest logits.
@@ -116,20 +117,19 @@ struct GumbelMax {
   __device__ __forceinline__ void update(const Row<T>& row, const float (&largest)[kLaneGroups],
                                          int32_t first, const Draw& draw, const Philox4& words,
                                          LogitOf&& logit_of, Publish&& publish) {
-    const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    const uint32_t least =
-        min(__vimin3_u32(words.word[0], words.word[1], words.word[2]), words.word[3]);
-    if (!__any_sync(kFullWarp, least <= max_winning_word(row, most))) return;
+    uint32_t may = 0;  // a bit for each group
+#pragma unroll
+    for (int group = 0; group < kLaneGroups; ++group) {
+      may |= may_win(row, largest[group], words.word[group]) ? 1u << group : 0u;
+    }
+    if (!__any_sync(kFullWarp, may != 0)) return;
     __syncwarp();  // lanes read logits that others may have replaced
     const int lane = threadIdx.x % kWarpSize;
 #pragma unroll 1
     for (int group = 0; group < kLaneGroups; ++group) {
-      const float pair0 = group & 1 ? largest[1] : largest[0];
-      const float pair1 = group & 1 ? largest[3] : largest[2];
-      const uint32_t mine = word_at(words, group);
-      const bool may_win = mine <= max_winning_word(row, group & 2 ? pair1 : pair0);
-      unsigned owners = __ballot_sync(kFullWarp, may_win);
+      unsigned owners = __ballot_sync(kFullWarp, may >> group & 1);
       if (owners == 0) continue;
+      const uint32_t mine = word_at(words, group);
       for (; owners != 0; owners = drop_lowest(owners, kWarpSize / kGroup)) {
         const unsigned left = drop_lowest(owners, lane / kGroup);  // eight lanes take a group each
         const int owner = left != 0 ? __ffs(left) - 1 : 0;

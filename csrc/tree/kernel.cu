@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
                     words.root_position() + row.depth + 1};
     // With other rows, which are rare, the warps of a tile have no common noise or other loops.
     const bool usual = row.active && row.depth == expected_depth(p);
-    if (shares) shares = __syncthreads_and(usual || !has_slice);
+    if (shares && (wave > 0 || step < columns)) shares = __syncthreads_and(usual || !has_slice);
     if (cluster_warp == mine && lane == 0) {  // in the first block
       shared.parent[wave + mine] = row.parent;
       shared.depth[wave + mine] = row.depth;
