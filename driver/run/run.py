@@ -257,8 +257,8 @@ class Run:
                     self.folder.write_ranks(self.collector.ranks.states)
 
     def prepare_checkpoint(self) -> None:
-        """Starts to allocate host memory for copies of the state."""
-        if self.writer.threaded:
+        """Starts to allocate host memory for copies of the state, unless it has to be gathered."""
+        if self.writer.threaded and self.rollout.target.parallel.size == 1:
             self.writer.prepare(self._saved())
 
     def _saved(self) -> dict[str, Any]:
