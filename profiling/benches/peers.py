@@ -38,7 +38,7 @@ from profiling.rig.bench import Bench, say
 from profiling.rig.results import ROOT
 from profiling.rig.subjects import QWEN2_7B, QWEN2_15B, Subject, of_checkpoint, of_shape
 from profiling.rig.workload import accept_length, trace_lengths
-from profiling.studies.by_turns import Arm, Batch, Made, compare, ours, speeds, theirs, versus
+from profiling.studies.by_turns import Batch, Made, compare, ours, speeds, theirs, versus
 from profiling.studies.exported import ARMS, CHAIN, FAMILIES, case_of, exported
 from profiling.studies.vllm_engines import Engines, eagle3, engines, export, write_state
 
@@ -48,8 +48,7 @@ NEW_TOKENS = 256  # of a request
 STRATEGIES = ["ngram:6,1,7", CHAIN, "learned:6,1,7", "hybrid:6,4,16"]
 CHAINS = [4, 8]  # tokens that vLLM drafts
 LOOKUP, LOOKUP_BATCH = "ngram k=4", 32
-IN_PROCESS = "plain, in process"
-ALONE = [1, 32]  # requests
+ALONE = [1]  # requests
 MAX_ROWS = 1280  # of a pass, as in preset=h100
 LEAST_TOKENS = 8  # of a request, in the rollout before those that are timed
 PROMPTS, SAMPLES, STEP_TOKENS = 32, 8, 4096  # of a step of preset=h100
@@ -81,18 +80,16 @@ def plain_rows(
     subject: Subject,
     rollout: Rollout,
     made: Engines,
-    among: Sequence[str],
+    engine: str,
     batches: Sequence[int],
-) -> set[str]:
-    """Plain decoding by batch; the engines of `among` that were vLLM's best."""
-    found = [engine for engine in among if engine in made.engines]
-    best = set()
-    for size in batches if found else []:
-        arms: dict[str, Arm] = {"off": ours(rollout, "off")}
-        arms |= {engine: theirs(made.engines[engine]) for engine in found}
-        fast = speeds(arms, arms, batch_of(subject, size))
-        best.add(compare(bench, f"{name} plain b{size}", fast, ["off"], found))
-    return best
+) -> None:
+    """Plain decoding by batch."""
+    if engine not in made.engines:
+        return
+    for size in batches:
+        arms = {"off": ours(rollout, "off"), "plain": theirs(made.engines[engine])}
+        found = speeds(arms, arms, batch_of(subject, size))
+        compare(bench, f"{name} plain b{size}", found, ["off"], ["plain"])
 
 
 # ---- the warmed policy ---------------------------------------------------------------------------
@@ -104,7 +101,6 @@ def smollm2(bench: Bench, made: Engines) -> None:
     drafter = export(subject, made.scratch / "drafter")
     longest: dict[str, Any] = {"max_model_len": 8192, "kv_gib": 6}
     made.start("plain", subject.folder, **longest)
-    made.start(IN_PROCESS, subject.folder, in_process=True, **longest)
     for k in CHAINS:
         made.start(f"eagle3 k={k}", subject.folder, **eagle3(drafter, k), **longest)
     # vLLM's n-gram proposer on the host needs numba.
@@ -116,9 +112,9 @@ def smollm2(bench: Bench, made: Engines) -> None:
         longest=max(trace_lengths()) + 512,
     )
     made.ready()
-    both = ("plain", IN_PROCESS)
-    plain = plain_rows(bench, "smollm2", subject, rollout, made, both, BATCHES)
-    best = plain | speculative_rows(bench, subject, rollout, made)
+    # By worth, since the time may run out.
+    plain_rows(bench, "smollm2", subject, rollout, made, "plain", BATCHES)
+    best = speculative_rows(bench, subject, rollout, made)
     lengths = trace_lengths()
     trace = Batch(subject.prompts(len(lengths)), lengths)
     peer = rollouts(bench, "trace of 128", rollout, made, best, trace)
@@ -132,17 +128,17 @@ def smollm2(bench: Bench, made: Engines) -> None:
         adapt(rollout, subject, lengths)
         adapted = ours(rollout, "ucb")
         adapted(trace)
-        versus(bench, "trace of 128, our drafter adapted", {"bandit": adapted(trace)}, peer)
-    made.close(kept=plain)  # does it matter that the other processes are there?
-    plain_rows(bench, "smollm2 alone", subject, rollout, made, [*plain], ALONE)
+        versus(bench, "trace of 128, our drafter adapted", adapted(trace), peer)
+    made.close(kept=["plain"])  # does it matter that the other processes are there?
+    plain_rows(bench, "smollm2 alone", subject, rollout, made, "plain", ALONE)
 
 
 def speculative_rows(bench: Bench, subject: Subject, rollout: Rollout, made: Engines) -> set[str]:
-    """Speculation by batch; the engines that were vLLM's best."""
+    """Speculation by batch; the engines that were vLLM's best at several requests."""
     best = set()
     for size in SPEC_BATCHES:
         fitting = [s for s in STRATEGIES if size * Strategy.parse(s).num_verify <= MAX_ROWS]
-        drafting = [name for name in made.engines if not name.startswith("plain")]
+        drafting = [name for name in made.engines if name != "plain"]
         if size != LOOKUP_BATCH:  # its n-grams take seconds
             drafting = [name for name in drafting if name != LOOKUP]
         if not drafting:
@@ -151,7 +147,9 @@ def speculative_rows(bench: Bench, subject: Subject, rollout: Rollout, made: Eng
         timed = {n: theirs(made.engines[n]) for n in drafting}
         counted = {n: theirs(made.engines[n], counted=True) for n in drafting}
         found = speeds({**arms, **timed}, {**arms, **counted}, batch_of(subject, size))
-        best.add(compare(bench, f"smollm2 speculative b{size}", found, fitting, drafting))
+        fastest = compare(bench, f"smollm2 speculative b{size}", found, fitting, drafting)
+        if size > 1:
+            best.add(fastest)
     return best
 
 
@@ -163,19 +161,21 @@ def rollouts(
     among: Collection[str],
     batch: Batch,
 ) -> Mapping[str, Made]:
-    """A whole rollout in our engine, plain and with its bandit, and in some of vLLM's engines.
+    """A whole rollout in our engine with its bandit, and in some of vLLM's engines.
 
-    Our bandit has learned in a rollout before. The other arms have run all smaller batches, for
-    which vLLM compiles some kernels when it comes to them.
+    Our bandit has learned in a rollout before. vLLM's engines have run all smaller batches, for
+    which they compile some kernels when they come to them.
     """
-    own = {"off": ours(rollout, "off"), "bandit": ours(rollout, "ucb")}
-    peer = {name: theirs(made.engines[name]) for name in among}
+    own = ours(rollout, "ucb")
+    own(batch)
     falling = replace(batch, limits=[LEAST_TOKENS + i for i in range(len(batch.limits))])
-    arms = {**own, **peer}
-    for name, arm in arms.items():
-        arm(batch if name == "bandit" else falling)
-    done = {name: arm(batch) for name, arm in arms.items()}
-    for name, one in done.items():
+    peer = {}
+    for name in among:
+        arm = theirs(made.engines[name])
+        arm(falling)
+        peer[name] = arm(batch)
+    mine = own(batch)
+    for name, one in {"bandit": mine, **peer}.items():
         bench.add_row(
             f"{case}, {name}",
             1e6 * one.seconds,
@@ -183,9 +183,8 @@ def rollouts(
             longest=max(one.lengths),
             tokens_per_s=round(one.tokens_per_s, 1),
         )
-    theirs_done = {name: done[name] for name in peer}
-    versus(bench, case, {name: done[name] for name in own}, theirs_done)
-    return theirs_done
+    versus(bench, case, mine, peer)
+    return peer
 
 
 # ---- shapes with random weights ------------------------------------------------------------------
@@ -228,7 +227,7 @@ def one_shape(bench: Bench, name: str, subject: Subject, made: Engines, accept: 
         longest=512,
     )
     subject.weights.clear()  # the engine has its own copy
-    plain_rows(bench, name, subject, rollout, made, [f"{name} plain"], BATCHES)
+    plain_rows(bench, name, subject, rollout, made, f"{name} plain", BATCHES)
     if not (engine := made.engines.get(f"{name} eagle3 k=4")):
         return
     for size in SPEC_BATCHES:

@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 COUNTERS = "vllm:spec_decode_num_"
-STOPPING_S = 10
+STOPPING_S = 2
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 VLLM = "--vllm"
 

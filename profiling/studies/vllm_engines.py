@@ -49,7 +49,6 @@ class Engines:
         k: int = 0,
         most: int = 256,
         invariant: bool = False,
-        in_process: bool = False,
         **more: Any,
     ) -> None:
         """Begins to start an engine.
@@ -61,15 +60,12 @@ class Engines:
             k: drafted tokens.
             most: requests of the largest batch with a graph.
             invariant: results do not depend on the batch.
-            in_process: scheduler and model run in the process of `LLM`; vLLM's default is one of
-                their own.
             **more: settings of `vllm.LLM`, over those below.
         """
         label = re.sub(r"\W+", "-", name)
         variables = {
             "VLLM_CACHE_ROOT": str(self._cache(label)),
             "VLLM_BATCH_INVARIANT": str(int(invariant)),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process)),
         }
         settings = {
             "model": str(model),
