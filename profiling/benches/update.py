@@ -8,7 +8,6 @@ compilation is not counted.
 
 from __future__ import annotations
 
-import random
 import statistics
 from typing import Any
 
@@ -18,34 +17,16 @@ from transformers import AutoModelForCausalLM
 from driver.config.load import load_config
 from driver.policy import fused
 from driver.policy.trainer import PolicyTrainer
-from driver.rollout.request import Request, Response, SamplingParams, request_id
+from driver.rollout.request import Response
 from profiling.rig import timing
 from profiling.rig.bench import Bench
-from profiling.rig.subjects import PROMPT_LEN, QWEN2_15B, SMOLLM2
+from profiling.rig.subjects import PROMPT_LEN, QWEN2_15B, SMOLLM2, responses_of
 
 PEAK_TFLOPS = 790  # of an H200 in bf16
 WARM_UPS, UPDATES = 2, 3
-GROUPS, SAMPLES = 32, 8
-MEDIAN, SIGMA = 220, 0.9  # of the response lengths before they are scaled
 # Shape, tokens of a step, tokens of a packed row; 0: those of the settings (`--set`).
 SHAPES = {"smollm2": (SMOLLM2, 97_000, 0), "15b": (QWEN2_15B, 65_000, 16_384)}
 ARMS = {"compiled": fused.LEAST_WIDTH, "single ops": 1 << 30}  # narrowest rows that are compiled
-
-
-def responses_of(tokens: int, vocabulary: int) -> list[Response]:
-    """Responses with prompts that have about so many tokens in all."""
-    draw = random.Random(0)
-    lengths = [MEDIAN * draw.lognormvariate(0, SIGMA) for _ in range(GROUPS * SAMPLES)]
-    scale = (tokens - PROMPT_LEN * len(lengths)) / sum(lengths)
-    params = SamplingParams(max_new_tokens=max(map(int, lengths)))
-    made = []
-    for i, length in enumerate(lengths):
-        group, sample = divmod(i, SAMPLES)
-        prompt = tuple(draw.choices(range(1000), k=PROMPT_LEN))
-        ids = draw.choices(range(vocabulary), k=max(1, int(scale * length)))
-        request = Request(request_id("train", 0, str(group), sample), group, prompt, params)
-        made.append(Response(request, ids, [-10.0] * len(ids), "stop"))
-    return made
 
 
 def tflop(shape: Any, parameters: int, responses: list[Response]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from driver.model.checkpoint import INDEX
 from driver.model.spec import ModelSpec
 from driver.rollout.bandit import Bandit
 from driver.rollout.observer import RolloutObserver
-from driver.rollout.request import Request, SamplingParams, request_id
+from driver.rollout.request import Request, Response, SamplingParams, request_id
 from driver.run.assemble import prompt_encoder, stop_ids
 from driver.run.warm_start import warm_start
 from driver.session.load import find_model, load_policy, spec_of
@@ -35,6 +36,8 @@ from profiling.rig.warm import warm_words
 
 Note = Callable[[str], None]
 PROMPT_LEN = 64  # tokens of a random prompt
+GROUPS, SAMPLES = 32, 8  # of random responses
+MEDIAN, SIGMA = 220, 0.9  # of their lengths before these are scaled
 
 # By their published configurations.
 SMOLLM2 = LlamaConfig(
@@ -266,3 +269,19 @@ class PassTimes(RolloutObserver):
         end, end_s = self.ends[-1]
         begin, begin_s = next(item for item in self.ends if item[0] >= end - count)
         return (end_s - begin_s) / (end - begin), (begin + end) / 2
+
+
+def responses_of(tokens: int, vocabulary: int) -> list[Response]:
+    """Responses with prompts that have about so many tokens in all."""
+    draw = random.Random(0)
+    lengths = [MEDIAN * draw.lognormvariate(0, SIGMA) for _ in range(GROUPS * SAMPLES)]
+    scale = (tokens - PROMPT_LEN * len(lengths)) / sum(lengths)
+    params = SamplingParams(max_new_tokens=max(map(int, lengths)))
+    made = []
+    for i, length in enumerate(lengths):
+        group, sample = divmod(i, SAMPLES)
+        prompt = tuple(draw.choices(range(1000), k=PROMPT_LEN))
+        ids = draw.choices(range(vocabulary), k=max(1, int(scale * length)))
+        request = Request(request_id("train", 0, str(group), sample), group, prompt, params)
+        made.append(Response(request, ids, [-10.0] * len(ids), "stop"))
+    return made

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 from driver.common.world import World
 from driver.policy.micro_batch import build_micro_batch
 from driver.policy.weights import PolicyWeights
-from profiling.benches.update import GROUPS, SAMPLES, responses_of
-from profiling.rig.subjects import PROMPT_LEN, qwen2
+from profiling.rig.subjects import GROUPS, PROMPT_LEN, SAMPLES, qwen2, responses_of
 
 SHAPE = qwen2(128, 192, 4, 4, 2, vocab_size=1024)
 TOKENS = (PROMPT_LEN + 10) * GROUPS * SAMPLES
