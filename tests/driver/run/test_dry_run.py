@@ -39,22 +39,22 @@ def test_the_command_reports_and_makes_no_run(tmp_path, capsys):
 
 def test_a_shape_without_weights_is_refused_with_the_numbers(seven_b):
     lines = []
-    words = ["preset=h100", seven_b, "memory_gb=80"]
+    words = ["preset=h100", seven_b, "grpo.micro_batch_tokens=65536", "memory_gb=80"]
     wanted = r"needs \d{3}\.\d\d GB in the phase 'update, layers', there are 80.00 .*is activations"
     with pytest.raises(UserError, match=wanted):
         dry_run.dry_run(words, lines.append)
     assert lines[0] == "Qwen2ForCausalLM, 7615.6 M parameters, bfloat16"
     assert "    policy                   30.462" in lines
-    dry_run.dry_run([*words[:2], "memory_gb=620"], lines.append)
-    dry_run.dry_run([*words[:2], "memory_gb=540", "ranks=8"], lines.append)
+    dry_run.dry_run([*words[:3], "memory_gb=620"], lines.append)
+    dry_run.dry_run([*words[:3], "memory_gb=540", "ranks=8"], lines.append)
     assert "    policy                    3.808" in lines
     shared = ["engine.tensor_parallel=4", "ranks=8"]
-    dry_run.dry_run([*words[:2], "memory_gb=540", *shared], lines.append)
+    dry_run.dry_run([*words[:3], "memory_gb=540", *shared], lines.append)
     own = [float(line.split()[-1]) for line in lines if "engine weights" in line]
     assert own[-2] > 2 * own[-1]
-    dry_run.dry_run([*words[:2], "memory_gb=580", "grpo.offload=all"], lines.append)
+    dry_run.dry_run([*words[:3], "memory_gb=580", "grpo.offload=all"], lines.append)
     assert "  in host memory            121.850" in lines
-    dry_run.dry_run([*words[:2], "memory_gb=580", "grpo.offload=moments"], lines.append)
+    dry_run.dry_run([*words[:3], "memory_gb=580", "grpo.offload=moments"], lines.append)
     assert "  in host memory             60.925" in lines
 
 
