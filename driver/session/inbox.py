@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import index
 from queue import SimpleQueue
+from typing import Any
 
 from ..common.errors import UserError
 from ..common.numbers import shown
@@ -66,11 +67,15 @@ class ToolThreads:
 
 
 class Ticket(Future[Response]):
-    """A submitted request: the future of its response."""
+    """A submitted request: the future of its response.
 
-    def __init__(self, request: Request, on_end: OnEnd | None, inbox: Inbox) -> None:
+    Attributes:
+        owner: the session, which must live as long as the request waits.
+    """
+
+    def __init__(self, request: Request, on_end: OnEnd | None, inbox: Inbox, owner: Any) -> None:
         super().__init__()
-        self.request, self.on_end, self._inbox = request, on_end, inbox
+        self.request, self.on_end, self.owner, self._inbox = request, on_end, owner, inbox
 
     def cancel(self) -> bool:
         """Takes back a request that waits, or else aborts it between two passes.
@@ -139,11 +144,11 @@ class Inbox(RequestSource):
         """Whether requests wait for the engine's memory or weights."""
         return (self.asleep or self.mixed) and not self.closed
 
-    def wait(self) -> bool:
-        """Waits for an arrival; False once the session is closed."""
+    def wait(self) -> Any:
+        """Waits for an arrival and returns its session; None once that is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or (self._arrivals and not self.held))
-            return not self.closed
+            return None if self.closed else self._arrivals[0].owner
 
     def close(self) -> None:
         """Ends the running rollout, and every request with an error."""
@@ -204,6 +209,8 @@ class Inbox(RequestSource):
         with self._changed:
             taken = [ticket for ticket in self._arrivals if chosen(ticket)]
             self._arrivals = deque(t for t in self._arrivals if t not in taken)
+        for ticket in taken:
+            ticket.owner = None
         return taken
 
     # ---- called by the rollout ------------------------------------------------------------------
@@ -279,6 +286,7 @@ class Inbox(RequestSource):
         return dropped
 
     def _admit(self, scheduler: Scheduler, ticket: Ticket) -> None:
+        ticket.owner = None
         if not ticket.set_running_or_notify_cancel():
             return
         try:

@@ -233,11 +233,11 @@ class SharedEngine:
             raise UserError(f"on_end: must be a function, got {shown(on_end)}")
         if self.rollout.target.parallel.size > 1:  # ranks must get requests at the same pass
             raise UserError("session: with engine.tensor_parallel only roll_out makes responses")
-        tickets = [Ticket(request, on_end, self._inbox) for request in requests]
+        tickets = [Ticket(request, on_end, self._inbox, self) for request in requests]
         self._inbox.put(tickets)
         with self._lock:
             if self._worker is None:
-                work = partial(_work, weakref.ref(self), self._inbox, self.rollout.target.device)
+                work = partial(_work, self._inbox, self.rollout.target.device)
                 self._worker = threading.Thread(target=work, name="tlt-session", daemon=True)
                 self._worker.start()
         return tickets
@@ -260,12 +260,10 @@ class SharedEngine:
                 there.wait_stream(here)
 
 
-def _work(engine: weakref.ref[SharedEngine], inbox: Inbox, device: torch.device) -> None:
-    """Makes rollouts of what arrives until the session is closed or nobody has it any more."""
+def _work(inbox: Inbox, device: torch.device) -> None:
+    """Makes rollouts of what arrives; holds no session meanwhile, so that it can be collected."""
     use_device(str(device))
-    while inbox.wait():
-        if (session := engine()) is None:
-            return
+    while (session := inbox.wait()) is not None:
         with suppress(BaseException):  # the futures have it
             session.roll_out(())
         del session

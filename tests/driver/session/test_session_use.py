@@ -363,6 +363,9 @@ def test_a_session_without_references_is_collected_with_its_thread(policy):
     assert gone() is None
     worker.join(WAIT_S)
     assert not worker.is_alive()
+    future = Session.from_pretrained(policy, device="cpu", max_len=64).submit([6, 7, 8])
+    gc.collect()
+    assert future.result(WAIT_S).token_ids  # it waits for no one
     with Session.from_pretrained(policy, device="cpu", max_batch=4, max_len=64) as session:
         cache = session.engine.cache
     assert cache.k.untyped_storage().nbytes() == 0 < cache.k.nbytes
