@@ -16,7 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..common.world import World, share_state, sum_over
+from ..common.world import World, backend_of, share_state, sum_over
 from .trainer import SpotTrainer
 
 POLL_S = 0.002
@@ -184,9 +184,8 @@ class Coordinator:
         key = tuple(sorted(ranks))
         group = self._groups.pop(key, None)
         if group is None:
-            backend = "cpu:gloo,cuda:nccl" if self.world.device.startswith("cuda") else "gloo"
             wait = datetime.timedelta(seconds=self.world.timeout_s)
-            group = dist.new_group(list(key), timeout=wait, backend=backend)
+            group = dist.new_group(list(key), timeout=wait, backend=backend_of(self.world.device))
         self._groups[key] = group  # most recently used
         return group
 
