@@ -146,8 +146,9 @@ def test_the_thread_of_the_rollout_is_told_to_use_another(session):
             session.generate(jobs(1))
         raised.append(args)
 
-    future = session.submit(jobs(1)[0])
-    future.add_done_callback(change)
+    with session._between_bursts():  # it cannot end before it has the callback
+        future = session.submit(jobs(1)[0])
+        future.add_done_callback(change)
     future.result(WAIT_S)
     session.roll_out(jobs(2), observer=observer(on_pass=change))
     assert len(raised) > 2 and session.abort() == []
