@@ -97,20 +97,17 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
   auto* shared = reinterpret_cast<typename Block::Memory*>(memory);
   init_ring(&shared->barriers, kWarps, l.loader_shift);
   const auto [kv_head, first] = find_rows(l, blockIdx.x);
-  // Small items come last, so that they are the second blocks of multiprocessors.
-  const int turned = static_cast<int>(blockIdx.z) + l.partials.small_items;
-  const int item = turned < l.partials.items ? turned : turned - l.partials.items;
   if (kHopper && threadIdx.x >= kWarps * kWarpSize) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     give_registers<56>();
 #endif
     if (!l.p.pdl) {
       for_row_blocks<Block, kRows>(l, kv_head, first, shared,
-                                   [&](const Block& block) { block.prefetch(item); });
+                                   [](const Block& block) { block.prefetch(blockIdx.z); });
       wait_for_prior_grid();
     }
-    for_row_blocks<Block, kRows>(l, kv_head, first, shared, [&](Block& block) {
-      block.produce(item);
+    for_row_blocks<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
+      block.produce(blockIdx.z);
       sync_block<kWarps>();
     });
   } else {
@@ -121,8 +118,8 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
       wait_for_prior_grid();
       launch_dependents();  // not earlier: the merge reads keys before it waits for this grid
     }
-    for_row_blocks<Block, kRows>(l, kv_head, first, shared, [&](Block& block) {
-      block.run(item);
+    for_row_blocks<Block, kRows>(l, kv_head, first, shared, [](Block& block) {
+      block.run(blockIdx.z);
       release_ring();
       sync_block<kWarps>();  // the next row block reuses shared memory
     });
@@ -278,13 +275,12 @@ void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int devi
            static_cast<int>(plan.tail_warps),
            plan.items > 1 && p.head_dim <= 64 ? 2 : 0,  // four producer warps or one
            {}};
-  l.partials = {nullptr, nullptr, 1, 0, 0};
+  l.partials = {nullptr, nullptr, 1, 0};
   if (workspace != nullptr && plan.items > 1) {
     const int64_t partials = plan.partials * s.num_rows * p.num_heads;
     auto* acc = static_cast<float*>(workspace);
     l.partials = {acc, reinterpret_cast<Softmax*>(acc + partials * p.head_dim),
-                  static_cast<int>(plan.items), static_cast<int>(plan.small_items),
-                  share_of(plan.items - plan.small_items)};
+                  static_cast<int>(plan.items), share_of(plan.items)};
   }
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
