@@ -17,7 +17,7 @@ def pack(lengths: Sequence[int], budget: int, first: int = 0) -> list[list[int]]
     Args:
         lengths: tokens of each document.
         budget: tokens in a row.
-        first: tokens in the first row; 0 = as many.
+        first: tokens in the first row, if that is less; 0 = as many.
 
     Returns:
         The document indices of each row; each index occurs once.
@@ -30,7 +30,7 @@ def pack(lengths: Sequence[int], budget: int, first: int = 0) -> list[list[int]]
     room = 0
     for index, length in enumerate(lengths):
         if not rows or length > room:
-            room = budget if rows else first or budget
+            room = budget if rows else min(first or budget, budget)
             rows.append([])
         rows[-1].append(index)
         room -= length

@@ -430,6 +430,7 @@ def test_packing_keeps_each_document_once_within_the_budget():
         assert all(len(row) == 1 or sum(lengths[i] for i in row) <= budget for row in rows)
     assert pack([], 10) == []
     assert pack([3, 4, 5, 6, 30, 1, 2], 12, first=8) == [[1, 0], [3, 2], [4], [6, 5]]
+    assert pack([3, 4, 5, 6], 8, first=12) == pack([3, 4, 5, 6], 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
