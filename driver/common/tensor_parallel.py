@@ -30,20 +30,23 @@ class TensorParallel:
         rank, size: of this rank in its group, and of the group.
         world: all ranks; consecutive ones form a group.
         group: the process group.
+        symmetric: whether GPUs of one host exchange sums through memory that they share.
     """
 
     rank: int = 0
     size: int = 1
     world: World = field(default_factory=World)
     group: dist.ProcessGroup | None = None
+    symmetric: bool = False
 
     @staticmethod
-    def of(world: World, size: int) -> TensorParallel:
+    def of(world: World, size: int, symmetric: bool = False) -> TensorParallel:
         """The group of this rank; a collective call.
 
         Args:
             world: all ranks.
             size: ranks of a group, `engine.tensor_parallel`.
+            symmetric: see above; not a setting until it was run on cards.
 
         Raises:
             UserError: the ranks cannot be divided into groups of this size.
@@ -57,7 +60,7 @@ class TensorParallel:
             ranks = list(range(first, first + size))
             group = dist.new_group(ranks, timeout=wait, backend=backend_of(world.device))
             mine = group if world.rank in ranks else mine
-        return TensorParallel(world.rank % size, size, world, mine)
+        return TensorParallel(world.rank % size, size, world, mine, symmetric)
 
     @property
     def ranks(self) -> list[int]:

@@ -75,7 +75,7 @@ def agree(group: dist.ProcessGroup, value: Any) -> bool:
 def shared_sums(
     parallel: TensorParallel, rows: int, width: int, device: torch.device
 ) -> tuple[Exchange, Exchange] | tuple[SymmetricSums, SymmetricSums]:
-    """Two places for partial sums, which take turns: on cards of one host their shared memory.
+    """Two places for partial sums, which take turns.
 
     Args:
         parallel: the group.
@@ -83,8 +83,8 @@ def shared_sums(
         width: of a row.
         device: of this rank.
     """
-    group = parallel.group
-    if device.type == "cuda" and group is not None and agree(group, socket.gethostname()):
+    group = parallel.group if parallel.symmetric and device.type == "cuda" else None
+    if group is not None and agree(group, socket.gethostname()):
         timeout_s, shared = parallel.world.timeout_s + GRACE_S, None
         try:
             shared = SymmetricSums.allocate(group, rows, width, device, timeout_s)

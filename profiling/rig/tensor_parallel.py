@@ -5,7 +5,7 @@
 `tokens` is the least number of tokens to compare, in whole rounds of a rollout a strategy. The last
 line of the first rank is JSON: the share of equal tokens, and for each batch the microseconds of a
 pass on one rank and on all, of an exchange, and of one by an all-gather. Weights are random.
-`exchange=gathered` makes passes with the all-gather.
+`exchange=symmetric` exchanges sums through memory that the GPUs share.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from driver.common.tensor_parallel import TensorParallel
 from driver.common.world import World
 from driver.config.strategy import OFF, parse_strategies
-from driver.model import exchange
 from driver.model.exchange import Exchange
 from driver.rollout.request import Response
 from driver.run.comparison import SAMPLED, Arm, compare
@@ -130,9 +129,7 @@ def measure(subject: Subject, parallel: TensorParallel, tokens: int) -> dict[str
 def main() -> None:
     options = dict(word.split("=", 1) for word in sys.argv[1:])
     world = World.join(options["device"], TIMEOUT_S)
-    if options.get("exchange") == "gathered":
-        exchange.on_one_host = lambda group: False
-    parallel = TensorParallel.of(world, world.size)
+    parallel = TensorParallel.of(world, world.size, options.get("exchange") == "symmetric")
     torch.set_grad_enabled(False)
     subject = of_shape(options["shape"], [], SHAPES[options["shape"]], world.device)
     found = measure(subject, parallel, int(options["tokens"]))

@@ -54,9 +54,9 @@ def rank() -> None:
     """One rank: compares its group with one rank that has the whole model."""
     device, *words = sys.argv[1:]
     world = World.join(device, 60)
-    parallel = TensorParallel.of(world, world.size)
+    parallel = TensorParallel.of(world, world.size, "symmetric" in words)
     for model in [word for word in words if word in MODELS]:
-        own = [word for word in words if word not in MODELS]
+        own = [word for word in words if "=" in word]
         compare(MODELS[model](), parallel, f"run.device={world.device}", *own)
     world.leave()
 
@@ -101,8 +101,9 @@ def test_any_number_of_ranks_makes_the_bits_of_one(tmp_path, ranks):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("graphs", ["auto", "off"])
-def test_two_cards_make_the_bits_of_one(tmp_path, dtype, graphs):
-    words = [f"model.dtype={dtype}", f"engine.graphs={graphs}", "engine.page_size=16"]
+@pytest.mark.parametrize("exchange", ["gather", "symmetric"])
+def test_two_cards_make_the_bits_of_one(tmp_path, dtype, graphs, exchange):
+    words = [f"model.dtype={dtype}", f"engine.graphs={graphs}", "engine.page_size=16", exchange]
     code, log = start(tmp_path / "log", 2, *MODELS, *words, device="cuda")
     assert code == 0, log
 
