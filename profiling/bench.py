@@ -194,6 +194,7 @@ def run_all(modules: dict[str, ModuleType], settings: list[str], options: list[s
         settings: `key=value` words of `--set`.
         options: the words of the command, which each benchmark takes.
     """
+    modules = {n: m for n, m in modules.items() if getattr(m, "IN_ALL", True)}
     modules = {n: m for n, m in modules.items() if needs_cuda(m) == torch.cuda.is_available()}
     left_out = {name: reason for name, module in modules.items() if (reason := lacks(module))}
     needing = [n for n, m in modules.items() if needs_warm_start(m) and n not in left_out]
