@@ -434,9 +434,6 @@ class GrpoConfig(Section, prefix="grpo."):
         words=("none", "moments", "all"),
     )
     max_grad_norm: float = setting(1.0, "the gradient is clipped to this norm", above=0)
-    is_cap: float = setting(
-        2.0, "largest importance weight between rollout and trainer log-probs", above=0
-    )
     weight_decay: float = setting(0.0, "AdamW's, of matrices only", low=0)
 
     def __post_init__(self) -> None:

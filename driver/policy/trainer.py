@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # Share of the length limit over which DAPO's overlong penalty grows.
 OVERLONG_SHARE = 0.2
+IS_CAP = 2.0  # largest importance weight between rollout and trainer log-probs
 
 
 class PolicyTrainer:
@@ -214,7 +215,7 @@ class PolicyTrainer:
                 torch.ones_like(batch.tokens, dtype=torch.bool),  # [M]
                 clip_low=self.cfg.clip_low,
                 clip_high=self.clip_high,
-                is_cap=self.cfg.is_cap,
+                is_cap=IS_CAP,
                 ref_logprobs=batch.ref_logprobs,
                 kl_coef=self.cfg.kl_coef if self.cfg.kl_in == "loss" else 0.0,
                 entropy=entropy,
