@@ -62,12 +62,6 @@ def test_ranks_have_the_bits_of_one():
     assert big.fsdp(Bench("big", 100.0), 2) == 1.0
 
 
-def test_a_quick_run_leaves_it_out(capsys):
-    bench = Bench("big", 100.0, quick=True)
-    big.run(bench)
-    assert bench.rows == [] and bench.got == {} and "left out" in capsys.readouterr().out
-
-
 def test_passes_are_timed_while_the_batch_is_full():
     times = big.PassTimes(2)
     for active, passes in [(2, 1), (2, 4), (2, 4), (1, 4), (0, 9)]:
