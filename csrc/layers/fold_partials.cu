@@ -4,11 +4,11 @@
 // A thread owns kWidth neighbouring columns of a row: 4, or 1 where a row does not start at a
 // multiple of 16 bytes. It issues all loads at once. Bytes: ranks * 4 + 2 to 8 an output.
 //
-// Partial sums may be in the memory of other GPUs. With flags a block first tells every rank that
-// this rank's sums are complete, by the number of its launches, and waits until all others have
-// told it theirs. Word (block, r) of a rank's flags is written by rank r; a rank counts the
-// launches of a block in its own word. Every rank launches the same grid, of at most kMaxFoldBlocks
-// blocks. A wait that exceeds its time ends the kernel with an error.
+// Partial sums may be in the memory of other GPUs. With flags a block first writes the number of its
+// launches into a word of every rank, which says that this rank's sums are complete, and waits for
+// that number from all other ranks. Word (block, r) of a rank's flags is written by rank r; a rank
+// counts the launches of a block in its own word. Every rank launches the same grid, of at most
+// kMaxFoldBlocks blocks. A wait that exceeds its time ends the kernel with an error.
 #include <algorithm>
 
 #include "common/cuda.h"
@@ -52,7 +52,7 @@ __device__ __forceinline__ void meet_ranks(const FoldParams& p) {
     __syncwarp((1u << p.ranks) - 1);  // all have read the count
     store_release(p.flags[thread] + words + p.rank, launch);
     const int64_t begun = device_ns();
-    // A rank that is ahead has counted on.
+    // The word of a rank that is ahead exceeds `launch`.
     while (static_cast<int32_t>(load_acquire(mine + thread) - launch) < 0) {
       if (device_ns() - begun > p.timeout_ns) __trap();
     }

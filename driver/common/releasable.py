@@ -65,7 +65,7 @@ class ReleasableMemory:
         return tensor
 
     def release(self) -> None:
-        """Gives the memory back; nothing may use the tensors until `restore`."""
+        """Releases the memory; nothing may use the tensors until `restore`."""
         if self.released:
             return
         self.peak_bytes()
@@ -79,7 +79,7 @@ class ReleasableMemory:
         self.released = True
 
     def restore(self) -> None:
-        """Gets the memory back, filled with zeros.
+        """Allocates the memory again, filled with zeros.
 
         Raises:
             torch.OutOfMemoryError: the GPU has too little free memory.
@@ -140,7 +140,7 @@ class _Block:
         self._address = _checked(driver.cuMemAddressReserve(self.size, 0, 0, 0))
         self._mapped: list[Any] = []  # at most one handle
         held = driver, self._address, self.size, self._mapped, device
-        weakref.finalize(self, _free, held).atexit = False  # then the driver frees all
+        weakref.finalize(self, _free, held).atexit = False  # at exit the driver frees it
         self.map()
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
@@ -155,7 +155,7 @@ class _Block:
             return
         code, handle = driver.cuMemCreate(self.size, self._kind, 0)
         if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            torch.cuda.empty_cache()  # torch keeps what it does not use
+            torch.cuda.empty_cache()  # torch keeps freed memory
             code, handle = driver.cuMemCreate(self.size, self._kind, 0)
         if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             free, total = torch.cuda.mem_get_info(self._access.location.id)
@@ -173,7 +173,7 @@ class _Block:
 
 
 def _cuda_driver() -> Any:
-    # On Linux torch requires it.
+    # torch requires these bindings on Linux.
     from cuda.bindings import driver
 
     return driver

@@ -21,7 +21,7 @@ BUFFERS = 2
 class SymmetricSums:
     """Adds the partial sums of all ranks by one kernel, which reads those of the others.
 
-    Two of these take turns, so that a rank writes its next sums while others read its last ones.
+    Two instances alternate, so that a rank writes its next sums while others read its last ones.
     All ranks make the same calls, on one stream each.
 
     Attributes:
@@ -46,7 +46,7 @@ class SymmetricSums:
     def allocate(
         group: dist.ProcessGroup, rows: int, width: int, device: torch.device, timeout_s: float
     ) -> tuple[SymmetricSums, SymmetricSums]:
-        """The two that take turns; a collective call.
+        """The two instances that alternate; a collective call.
 
         Args:
             group: ranks on GPUs of one host, which can read each other's memory.
@@ -67,7 +67,7 @@ class SymmetricSums:
         memory = symmetric.empty(words, dtype=torch.float32, device=device)
         handle: Any = symmetric.rendezvous(memory, group)
         memory.zero_()
-        handle.barrier()  # nobody writes before all are zero
+        handle.barrier()  # no rank writes before all are zero
         torch.cuda.synchronize(device)
 
         def of_all(shape: tuple[int, int], dtype: torch.dtype, at: int) -> list[Tensor]:

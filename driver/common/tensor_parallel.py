@@ -16,9 +16,9 @@ from .errors import UserError
 from .world import World, backend_of
 
 T = TypeVar("T")
-GRACE_S = 10.0  # that GPUs wait longer than the host, which names the lost rank
+GRACE_S = 10.0  # by which GPUs wait longer, so that the host names the lost rank first
 
-# The second is its name before torch 2.13.
+# all_gather_into_tensor is the name before torch 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -46,7 +46,7 @@ class TensorParallel:
         Args:
             world: all ranks.
             size: ranks of a group, `engine.tensor_parallel`.
-            symmetric: see above; not a setting until it was run on cards.
+            symmetric: see above; not a setting, since it has not run on cards.
 
         Raises:
             UserError: the ranks cannot be divided into groups of this size.

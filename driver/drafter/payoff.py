@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 WINDOW = 3  # rollouts whose mean is compared: prompts change the accept length by 2 to 4 %
-PAYBACK = 10  # rollouts in which training must earn its time: a later policy needs another drafter
-LEARNS = 0.01  # growth of the accept length in a rollout from which on a drafter trains anyhow
-FALLS = 0.03  # fall at rest that counts; a smaller one is often due to the prompts
+PAYBACK = 10  # rollouts in which training must save its cost: then the policy has changed
+LEARNS = 0.01  # growth of the accept length in a rollout from which on training always continues
+FALLS = 0.03  # fall at rest that starts training; a smaller one is often due to the prompts
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Measured:
     def expected(self) -> float:
         """Growth of the accept length that the steps bring, if it grows with their logarithm.
 
-        So it did in 80 steps of RL after a warm start (docs/notes/drafter.md).
+        It did so in 80 steps of RL after a warm start (docs/notes/drafter.md).
         """
         if not self.steps:
             return math.inf
@@ -111,9 +111,9 @@ def decide(trains: bool, history: Sequence[Measured]) -> Decision:
 
 
 def at_first(last: Measured) -> Decision:
-    """The decision before there is a second window, by what to expect of a drafter that old.
+    """The decision before there is a second window, from the growth expected of the last steps.
 
-    A drafter of a long warm start then rests after its first steps of a run, which show their cost.
+    After a long warm start training rests as soon as the first steps have shown their cost.
     """
     worth_s = PAYBACK * last.expected * last.seconds
     if worth_s >= last.cost_s or last.expected >= LEARNS:

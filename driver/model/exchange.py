@@ -24,7 +24,7 @@ class Exchange:
     Attributes:
         parallel: the group.
         own: [rows, width], this rank's array.
-        every: room for those of all ranks.
+        every: the arrays of all ranks.
 
     Example:
         >>> part = exchange.partial(rows)             # doctest: +SKIP
@@ -75,7 +75,7 @@ def agree(group: dist.ProcessGroup, value: Any) -> bool:
 def shared_sums(
     parallel: TensorParallel, rows: int, width: int, device: torch.device
 ) -> tuple[Exchange, Exchange] | tuple[SymmetricSums, SymmetricSums]:
-    """Two places for partial sums, which take turns.
+    """Two places for partial sums, which alternate.
 
     Args:
         parallel: the group.

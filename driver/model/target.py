@@ -228,7 +228,7 @@ class TargetModel(TargetWeights):
         self._add_up(1, gated, layer.down, out, residual=out)
 
     def _add_up(self, turn: int, x: Tensor, weight: Tensor, out: Tensor, **addends: Any) -> None:
-        """A linear whose sums are divided among the ranks, on memory that takes turns."""
+        """A linear whose sums are divided among the ranks, on two arrays that alternate."""
         if self._sums is None:
             return tlt_ext.linear_rows(x, weight, out, **addends, pdl=True)
         parts = PARTS // self.parallel.size

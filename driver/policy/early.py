@@ -36,12 +36,12 @@ class Ahead:
 
 
 class EarlyGradients:
-    """Does the first micro-batches of an update while the last responses are generated.
+    """Computes the first micro-batches of an update while the last responses are generated.
 
     The policy does not change in a rollout, so their gradients are those of the update, to the bit.
 
     Args:
-        trainer: of the policy; only the caller's thread may use it meanwhile.
+        trainer: of the policy; no other thread may use it during a call.
     """
 
     def __init__(self, trainer: PolicyTrainer) -> None:
@@ -60,7 +60,7 @@ class EarlyGradients:
             rewards, keep: of each response, see `PolicyTrainer.update`.
 
         Returns:
-            Whether there was a micro-batch to do.
+            Whether a micro-batch was computed.
         """
         trainer, kept, done = self.trainer, kept_of(responses, keep), len(self._done)
         raw = torch.tensor(rewards, dtype=torch.float64)  # [N]
@@ -87,17 +87,17 @@ class EarlyGradients:
             self._done[-1].ended.synchronize()
 
     def mark_hidden(self) -> None:
-        """Notes which micro-batches are done; call when the rollout ends."""
+        """Marks the complete micro-batches; call when the rollout ends."""
         for each in self._done:
             each.hidden = each.ended is None or each.ended.query()
 
     def take(self) -> list[Ahead]:
-        """The micro-batches so far; the next ones are of another rollout."""
+        """Hands over the micro-batches; later ones belong to another rollout."""
         done, self._done = self._done, []
         return done
 
     def discard(self) -> None:
-        """Drops the gradients, a part of a micro-batch that failed too."""
+        """Discards the gradients, including those of a micro-batch that failed."""
         self._done = []
         self.trainer.optimizer.zero_grad()
 

@@ -1,4 +1,4 @@
-"""The responses of an update: which are trained on, and in which order."""
+"""Which responses of an update are trained on, and in which order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Row = list[int]  # indices of responses
 def in_order(responses: Sequence[Response], part: Sequence[int]) -> Row:
     """Some responses in the order of their update: groups by the length of their longest response.
 
-    So the first groups are known while others run: a group precedes all that have an unfinished
-    response of more tokens. Groups of equal length are in the order of their ids.
+    So the first groups are known while others run: a finished group precedes each group with an
+    unfinished response that has more tokens. Groups of equal length are in the order of their ids.
 
     Args:
         responses: whole groups.

@@ -177,7 +177,7 @@ class PolicyTrainer:
         parts: Sequence[Row],
         advantages: Tensor,
     ) -> Sequence[Ahead]:
-        """What was done ahead, if the update begins with it; else its gradients are dropped."""
+        """The micro-batches ahead, if the update begins with them; else drops their gradients."""
         rows = [row for part in parts[:1] for row in self.rows(responses, part)]
         keys = [key_of(responses, row, advantages) for row in rows[: len(ahead)]]
         if keys == [each.key for each in ahead]:
@@ -281,7 +281,7 @@ class PolicyTrainer:
         kept: Row,
         penalty: Tensor | None = None,
     ) -> Tensor:
-        """Of each response, [N]; one that is not trained on does not count in a baseline either."""
+        """Of each response, [N]; baselines leave out those that are not trained on."""
         advantages, chosen = torch.zeros(len(responses)), torch.tensor(kept, dtype=torch.int64)
         groups = torch.tensor([responses[i].request.group for i in kept], dtype=torch.int64)  # [K]
         shaped = self._shaped_rewards(responses, raw, max_length_of(responses))  # [N]

@@ -46,7 +46,7 @@ class CheckpointWriter:
         return self._written is not None and not self._written.done()
 
     def prepare(self, state: Any) -> None:
-        """Allocates in the thread what copies of a state need: half a second a GB if pinned.
+        """Allocates memory for copies of a state, in the thread; pinned memory takes 0.5 s a GB.
 
         Args:
             state: as `save` gets it, or a part.

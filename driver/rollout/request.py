@@ -86,7 +86,7 @@ class Request:
     Attributes:
         id: 62-bit key of its noise.
         group: identifies the prompt; siblings share it.
-        resume: an aborted response to this request, which goes on with the tokens of an
+        resume: an aborted response to this request; it is continued with the tokens of an
             uninterrupted one.
     """
 

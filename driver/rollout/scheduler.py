@@ -74,7 +74,7 @@ class Scheduler:
 
     @property
     def least_emitted(self) -> int:
-        """Tokens of the response that has the fewest, of those that `on_release` has not had."""
+        """Tokens of the shortest response for which `on_release` has not been called."""
         states = (*self.running, *self.waiting, *self.paused, *self._finished)
         return min((state.num_emitted for state in states), default=0)
 

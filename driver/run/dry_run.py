@@ -121,7 +121,7 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
 
 
 def check_run(config: Config, folder: Path | None, ranks: int = 1) -> tuple[Config, RunShape]:
-    """The settings of a run, those decided that were left open, and its shape.
+    """The settings of a run, with those decided that are `auto`, and its shape.
 
     They are checked as in a dry run before anything is allocated.
 

@@ -17,7 +17,7 @@ ANSWERS = 1, 2, 17, 40  # tokens of an answer; a page has 16
 TURN_LIMITS = 0, 0, 24  # tokens of a turn, for requests in turn; 0: no limit
 MAX_LATENCY_S = 0.02  # of a tool, and between two actions of the client
 ABORT_RATE = 0.3  # of the actions
-ABORTS = 1  # of a request in the mean, at most; with more a large batch would stay small
+ABORTS = 1  # of a request on average, at most; with more a large batch would stay small
 
 
 @dataclass

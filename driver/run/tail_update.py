@@ -22,11 +22,11 @@ from ..policy.early import Ahead, EarlyGradients, why_not_early
 from ..policy.trainer import PolicyTrainer
 from ..rollout.request import Response
 
-# Of Python's threads while both run: with the usual 5 ms the rollout would wait as long for each
-# launch, since the update launches thousands of kernels.
+# Switch interval of Python's threads while both run. With the default, 5 ms, each launch of the
+# rollout could wait so long for the thread of the update.
 SWITCH_S = 5e-5
 
-SMS = 64  # of a GPU
+SMS = 64  # multiprocessors of the partition
 
 Keeps = Callable[[Sequence[Response], Sequence[float]], Sequence[bool]]
 Groups = tuple[list[Response], list[float], list[bool]]
@@ -43,10 +43,10 @@ class TailUpdate:
 
     Args:
         trainer: of the policy.
-        sms: multiprocessors.
+        sms: multiprocessors of the partition.
         samples: responses of a group.
         keeps: which responses of a group are trained on.
-        spot: rests while gradients are computed, since it uses the same multiprocessors.
+        spot: paused while gradients are computed, since it uses the same multiprocessors.
         note: takes lines of progress.
     """
 
@@ -66,12 +66,12 @@ class TailUpdate:
             self.partition = partition_of(sms, trainer.weights.device)
         self.threaded = self.partition is not None
         self.thread = StepThread(self._step, self.early.wait, self._fail)
-        # Whether the partition gives the gradients of the card; None: not known yet.
+        # Whether gradients on the partition have the bits of those on the card; None: unknown.
         self.exact: bool | None = True if self.partition is None else None
         self._open = False  # between begin and end of a rollout
         self._groups: dict[int, list[tuple[int, Response]]] = {}
         self._work: Groups = NONE
-        self._ended_with = NONE  # the work that the thread found done
+        self._ended_with = NONE  # the last work that is complete
         self._interval = sys.getswitchinterval()
 
     @staticmethod
@@ -84,7 +84,7 @@ class TailUpdate:
         note: Callable[[str], None],
         sms: int = SMS,
     ) -> TailUpdate | None:
-        """The one of a run; None if it is off, whose reason is noted."""
+        """The tail update of a run; None if it is off. The reason is noted."""
         if not config.grpo.tail_tokens:
             return None
         reason = why_not_early(config.grpo, world.size)
@@ -101,10 +101,11 @@ class TailUpdate:
     # ---- during the rollout ---------------------------------------------------------------------
 
     def begin(self, first: bool) -> None:
-        """A rollout begins; what was summed before is discarded.
+        """Call when a rollout begins; discards earlier sums.
 
         Args:
-            first: it is the first of the step. Groups of a later one change the order.
+            first: whether it is the first rollout of the step. Groups of a later one change the
+                order.
         """
         self.discard()
         self._open, self._groups = first and bool(self.exact), defaultdict(list)
@@ -112,16 +113,16 @@ class TailUpdate:
             self.partition.stream.wait_stream(torch.cuda.current_stream())
 
     def add(self, place: int, response: Response) -> None:
-        """A response has ended; `place` is the key of its reward."""
+        """Adds a finished response; `place` is the key of its reward."""
         if self._open:
             self._groups[response.request.group].append((place, response))
 
     def advance(self, least: int, rewards: Mapping[int, float]) -> None:
-        """Computes what is final; call between bursts of passes.
+        """Adds up gradients of the final groups; call between bursts of passes.
 
         Args:
             least: tokens of the unfinished response that has the fewest.
-            rewards: known ones.
+            rewards: those known so far.
         """
         if self._open:
             final = self._final(least, rewards)
@@ -183,10 +184,10 @@ class TailUpdate:
             stacklevel=2,
         )
 
-    # ---- after it -------------------------------------------------------------------------------
+    # ---- after the rollout ----------------------------------------------------------------------
 
     def end(self) -> None:
-        """The rollout has ended; waits for the micro-batch that runs."""
+        """Call when the rollout has ended; waits for the running micro-batch."""
         self.early.mark_hidden()
         self._join()
         if not self._open:  # a micro-batch has failed
@@ -196,13 +197,13 @@ class TailUpdate:
     def take(
         self, responses: Sequence[Response], rewards: Sequence[float], keep: Sequence[bool]
     ) -> list[Ahead]:
-        """What was done, for the update of the step's responses."""
+        """The micro-batches so far, for the update of the step's responses."""
         if self.exact is None:
             self._check(responses, rewards, keep)
         return self.early.take()
 
     def discard(self) -> None:
-        """Drops what was summed, of a rollout that failed or is repeated."""
+        """Discards the sums of a rollout that failed or is repeated."""
         self._open = False
         self._join()
         self.early.discard()

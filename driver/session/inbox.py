@@ -70,7 +70,7 @@ class Ticket(Future[Response]):
     """A submitted request: the future of its response.
 
     Attributes:
-        owner: the session, which must live as long as the request waits.
+        owner: the session, which is referenced as long as the request waits.
     """
 
     def __init__(self, request: Request, on_end: OnEnd | None, inbox: Inbox, owner: Any) -> None:
@@ -78,7 +78,7 @@ class Ticket(Future[Response]):
         self.request, self.on_end, self.owner, self._inbox = request, on_end, owner, inbox
 
     def cancel(self) -> bool:
-        """Takes back a request that waits, or else aborts it between two passes.
+        """Cancels a waiting request, or aborts a running one between two passes.
 
         An aborted request has a response with its tokens so far, and `cancel` returns False.
         """
@@ -94,7 +94,7 @@ class Inbox(RequestSource):
     The thread of a rollout calls `due`, `exchange` and `ended`. Other threads call the rest.
 
     Args:
-        engine: held by the thread that uses the engine.
+        engine: a lock, held by the thread that uses the engine.
         vocab_size: answers of tools hold smaller ids.
 
     Attributes:
@@ -102,7 +102,7 @@ class Inbox(RequestSource):
         on_end: of requests without a ticket.
         poll_s: longest wait for a tool while other sources or observers exist; None = no limit.
         kv_lost: set by a change after which the KV cache has to be computed again.
-        asleep: the engine has no memory.
+        asleep: the engine's memory is released.
         mixed: an update of the weights failed halfway.
     """
 
@@ -174,14 +174,14 @@ class Inbox(RequestSource):
     def abort(
         self, chosen: Callable[[Ticket], bool], remove: Callable[[RunningRequest], None]
     ) -> list[tuple[Ticket, Response]]:
-        """Takes requests out with their tokens so far; no other thread may use the engine.
+        """Removes requests with their tokens so far; no other thread may use the engine.
 
         Args:
             chosen: whether a request is to end.
-            remove: takes one out of the rollout.
+            remove: removes one from the rollout.
 
         Returns:
-            What to call `set_result` with, once other threads may use the engine.
+            Tickets and responses, for `set_result` once other threads may use the engine.
         """
         aborted = []
         for state, ticket in list(self.tickets.items()):
@@ -205,7 +205,7 @@ class Inbox(RequestSource):
             ticket.set_exception(error)
 
     def _withdraw(self, chosen: Callable[[Ticket], bool]) -> list[Ticket]:
-        """Takes arrivals back."""
+        """Removes arrivals from the queue."""
         with self._changed:
             taken = [ticket for ticket in self._arrivals if chosen(ticket)]
             self._arrivals = deque(t for t in self._arrivals if t not in taken)
@@ -255,7 +255,7 @@ class Inbox(RequestSource):
         answer: Future[Sequence[int] | None] = Future()
         try:
             answer.set_result(on_end(state))
-        except BaseException as error:  # a tool may even exit
+        except BaseException as error:  # a tool may raise SystemExit
             answer.set_exception(error)
         with self._changed:
             self._answers.append((state, answer))
@@ -294,7 +294,7 @@ class Inbox(RequestSource):
         except UserError as error:
             ticket.set_exception(error)
             return
-        except BaseException as error:  # `fail` does not know this ticket
+        except BaseException as error:  # `fail` does not find this ticket
             ticket.set_exception(error)
             raise
         self.tickets[state] = ticket

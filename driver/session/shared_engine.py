@@ -37,14 +37,14 @@ class SharedEngine:
         self.rollout = rollout
         self.engine, self.spot = rollout.engine, rollout.spot
         self._rolling = threading.Lock()  # held during a rollout
-        self._roller: threading.Thread | None = None  # its thread
+        self._roller: threading.Thread | None = None  # the thread of the rollout
         self._using = threading.Lock()  # held by the thread that uses the engine
         self._inbox = inbox = Inbox(self._using, rollout.target.spec.vocab_size)
         self._process = os.getpid()  # threads and CUDA do not survive a fork
-        self._lock = threading.Lock()  # of the next one
+        self._lock = threading.Lock()  # guards _worker
         self._worker: threading.Thread | None = None
-        self._owned = False  # nothing else has the engine
-        self._final_steps = False  # of the drafter, in flight
+        self._owned = False  # whether nothing else uses the engine
+        self._final_steps = False  # whether final steps of the drafter are in flight
         weakref.finalize(self, inbox.close).atexit = False  # ends the thread
 
     def roll_out(
@@ -56,13 +56,13 @@ class SharedEngine:
         source: RequestSource | None = None,
         on_end: OnEnd | None = None,
     ) -> list[Response]:
-        """Makes a rollout in this thread, after one that runs; submitted requests join it.
+        """Makes a rollout in this thread, after a running one; submitted requests join it.
 
         Args:
             requests: of the rollout.
             record: see `RolloutEngine.generate`.
             observer: called besides the spot trainer.
-            source: adds requests and takes others out.
+            source: adds and removes requests.
             on_end: of the requests, see `submit`; an error in it ends the rollout.
 
         With `engine.tensor_parallel` every rank of a group makes the same call, without `on_end`
@@ -171,7 +171,7 @@ class SharedEngine:
     def sleep(self) -> None:
         """Frees KV cache and features; unfinished requests wait for `wake`.
 
-        On a GPU they come back at the same addresses, so that captured graphs stay.
+        On a GPU their addresses stay, so that captured graphs stay valid.
         """
         with self._between_bursts():
             if not self._inbox.asleep:
@@ -181,7 +181,7 @@ class SharedEngine:
                 self._inbox.asleep = self._inbox.kv_lost = True
 
     def wake(self) -> None:
-        """Gets the memory back; unfinished requests go on to the same tokens."""
+        """Restores the memory; unfinished requests continue with the same tokens."""
         with self._between_bursts():
             if self._inbox.asleep:
                 self.engine.cache.memory.restore()
@@ -190,8 +190,8 @@ class SharedEngine:
     def close(self) -> None:
         """Ends the session; unfinished requests end with `SessionClosed`.
 
-        One that `from_pretrained` made gives the memory of its KV cache back. That of the weights
-        is free once nothing refers to the session.
+        If `from_pretrained` made the session, the memory of the KV cache is freed. That of the
+        weights is freed once nothing refers to the session.
         """
         self._inbox.close()
         if self._worker is not None and self._worker is not threading.current_thread():
@@ -264,7 +264,7 @@ def _work(inbox: Inbox, device: torch.device) -> None:
     """Makes rollouts of what arrives; holds no session meanwhile, so that it can be collected."""
     use_device(str(device))
     while (session := inbox.wait()) is not None:
-        with suppress(BaseException):  # the futures have it
+        with suppress(BaseException):  # the futures hold the error
             session.roll_out(())
         del session
 

@@ -112,7 +112,7 @@ def smollm2(bench: Bench, made: Engines) -> None:
         longest=max(trace_lengths()) + 512,
     )
     made.ready()
-    # By worth, since the time may run out.
+    # The most important rows first, since the time may run out.
     plain_rows(bench, "smollm2", subject, rollout, made, "plain", BATCHES)
     best = speculative_rows(bench, subject, rollout, made)
     lengths = trace_lengths()
@@ -129,7 +129,7 @@ def smollm2(bench: Bench, made: Engines) -> None:
         adapted = ours(rollout, "ucb")
         adapted(trace)
         versus(bench, "trace of 128, our drafter adapted", adapted(trace), peer)
-    made.close(kept=["plain"])  # does it matter that the other processes are there?
+    made.close(kept=["plain"])  # to see whether the other processes cost time
     plain_rows(bench, "smollm2 alone", subject, rollout, made, "plain", ALONE)
 
 

@@ -1,6 +1,6 @@
 """The update that begins in the tail of the rollout: steps of `preset=h100` by place and row size.
 
-Cases take turns in one run from the warm start, whose drafter is frozen, so that start and
+Cases alternate in one run from the warm start, whose drafter is frozen, so that start and
 compilation are paid once. A case `64x32768x98304` computes the first row of the update, of 32,768
 tokens, on 64 multiprocessors during the tail; the other rows have 98,304 tokens. `0x0x98304` begins
 after the rollout. `median_us` is the time of a step. All steps repeat the same prompts with a

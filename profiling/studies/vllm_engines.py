@@ -26,7 +26,7 @@ GRAPH_BATCHES += [*range(80, 129, 16), *range(160, 257, 32)]
 
 
 class Engines:
-    """vLLM engines that are started side by side; each stands still while another engine runs.
+    """vLLM engines that are started side by side; each is stopped while another engine runs.
 
     Args:
         bench: takes a row for each start.

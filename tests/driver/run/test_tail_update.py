@@ -135,7 +135,7 @@ def test_the_first_row_alone_may_be_small(start):
     ],
     ids=" ".join,
 )
-def test_so_are_those_of_other_losses(start, words):
+def test_gradients_of_other_losses_are_equal_too(start, words):
     plain, early = (make_steps(start(*words, *more), 2) for more in ([], [TAIL]))
     assert_same(early, plain)
     assert any(hidden(early))
@@ -147,7 +147,7 @@ def as_many_threads(monkeypatch):
 
 
 def test_a_thread_beside_the_passes_changes_nothing(start, after, monkeypatch):
-    """Which micro-batches it does in time is chance."""
+    """Chance decides how many micro-batches are complete when the rollout ends."""
     as_many_threads(monkeypatch)
     run = with_device(start(TAIL, *SPECULATION["off"]))
     run.collector.tail.threaded = True
@@ -321,7 +321,7 @@ def test_updates_that_need_the_whole_step_begin_after_it(options, ranks, reason)
     assert reason in found and bool(found) == bool(reason)
 
 
-def test_why_it_is_off_is_noted_once(start):
+def test_the_reason_why_it_is_off_is_noted_once(start):
     run = start(TAIL, "grpo.minibatches=2")
     assert run.collector.tail is None
     (line,) = [note for note in run.notes if "tail_tokens" in note]
