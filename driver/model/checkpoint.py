@@ -101,12 +101,14 @@ def check_finite(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) 
     for name, weight in weights.items():
         if not isinstance(weight, Tensor):
             raise UserError(f"{where}: {name} is a {type(weight).__name__}; wanted tensors")
-        if weight.is_floating_point():
+        if weight.is_meta:
+            raise UserError(f"{where}: {name} is on the meta device, without values; load it first")
+        if weight.is_floating_point() and weight.numel():
             ends.setdefault(weight.device, []).extend(weight.aminmax())  # NaN if any weight is
     most = torch.finfo(dtype).max
     if all(float(torch.stack(of).abs().max()) <= most for of in ends.values()):
         return
-    name = next(n for n, w in weights.items() if not float(w.abs().max()) <= most)
+    name = next(n for n, w in weights.items() if not bool((w.abs() <= most).all()))
     raise UserError(
         f"{where}: {name} holds a weight that is not finite in"
         f" {str(dtype).removeprefix('torch.')}; use other weights or another dtype"

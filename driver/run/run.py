@@ -356,9 +356,8 @@ class Run:
         self.target_passes = counters["target_passes"]
         self.collector.prompts_drawn = counters["prompts_drawn"]
         self.evaluations = {int(k): v for k, v in counters["evaluations"].items()}
-        if "phases" in counters:  # earlier versions saved neither
-            self.correct = counters["correct"]
-            self.phases.load_state_dict(counters["phases"])
+        self.correct = counters["correct"]
+        self.phases.load_state_dict(counters["phases"])
 
 
 def write_folder(

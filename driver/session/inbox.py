@@ -84,7 +84,8 @@ class Ticket(Future[Response]):
         """
         if super().cancel():
             return True
-        self._inbox.cancel(self)
+        if not self.done():
+            self._inbox.cancel(self)
         return False
 
 

@@ -65,8 +65,7 @@ class Rollout:
             check_finite(weights, dtype, "weights")
         target.load_weights(weights)
         if not isinstance(weights, Mapping):
-            held = {name: weight for name, weight in target.state_dict().items() if weight.numel()}
-            check_finite(held, dtype, "weights")
+            check_finite(target.state_dict(), dtype, "weights")
         self.engine.target_version = version
         if self.spot is not None:
             self.spot.start_step(version)

@@ -101,6 +101,10 @@ def test_weights_that_do_not_fit_are_refused(session):
         session.update_weights(torch.nn.Linear(1, 1))
     with pytest.raises(UserError, match="model.norm.weight is a float; wanted tensors"):
         session.update_weights(weights | {name: 1.0})
+    with pytest.raises(UserError, match="model.norm.weight is on the meta device, without values"):
+        session.update_weights(weights | {name: weights[name].to("meta")})
+    with pytest.raises(UserError, match=f"{name} has shape .0., config.json makes it .48."):
+        session.update_weights(weights | {name: torch.empty(0)})
     with pytest.raises(UserError, match="a stream has .name, tensor. pairs, got tensor"):
         session.update_weights(weights.values())
     session.update_weights(weights)
