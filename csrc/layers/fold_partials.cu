@@ -4,8 +4,8 @@
 // A thread owns kWidth neighbouring columns of a row: 4, or 1 where a row does not start at a
 // multiple of 16 bytes. It issues all loads at once. Bytes: ranks * 4 + 2 to 8 an output.
 //
-// Partial sums may be in the memory of other GPUs. With flags a block first writes the number of its
-// launches into a word of every rank, which says that this rank's sums are complete, and waits for
+// Partial sums may be in the memory of other GPUs. With flags a block first writes the number of
+// its launches into a word of every rank, which says that this rank's sums are complete, and waits for
 // that number from all other ranks. Word (block, r) of a rank's flags is written by rank r; a rank
 // counts the launches of a block in its own word. Every rank launches the same grid, of at most
 // kMaxFoldBlocks blocks. A wait that exceeds its time ends the kernel with an error.

@@ -100,7 +100,7 @@ class TensorParallel:
         with self.world.waiting(self.ranks):
             if self.world.device.startswith("cuda"):  # ends the kernels that wait
                 backend._get_backend(torch.device(self.world.device)).abort()
-            raise RuntimeError("a pass does not end")
+            raise RuntimeError("a pass has not ended in time")
 
 
 def check_group(ranks: int, size: int) -> None:

@@ -100,7 +100,7 @@ def check_finite(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) 
     ends: dict[torch.device, list[Tensor]] = {}
     for name, weight in weights.items():
         if not isinstance(weight, Tensor):
-            raise UserError(f"{where}: {name} is a {type(weight).__name__}; wanted tensors")
+            raise UserError(f"{where}: {name} is a {type(weight).__name__}; expected tensors")
         if weight.is_meta:
             raise UserError(f"{where}: {name} is on the meta device, without values; load it first")
         if weight.is_floating_point() and weight.numel():

@@ -149,4 +149,4 @@ class TargetWeights:
 
 def _check_float(name: str, weight: Tensor) -> None:
     if not weight.is_floating_point():
-        raise UserError(f"weights: {name} is {weight.dtype}; wanted floats")
+        raise UserError(f"weights: {name} is {weight.dtype}; expected floats")

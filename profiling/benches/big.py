@@ -128,7 +128,7 @@ def fsdp(bench: Bench, ranks: int) -> float:
 
 
 def free() -> None:
-    """Returns the memory of a finished case; parts of an engine refer to each other."""
+    """Frees the memory of a finished case, whose engine is in reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -107,7 +107,7 @@ def gather(run: Run) -> Experience:
 
 
 def finish(run: Run, batch: Experience) -> dict[str, Any]:
-    """The rest of a step; its record, with the tokens of its responses."""
+    """Does the rest of a step; returns its record, with the tokens of its responses."""
     metrics = run.update_policy(batch)
     run.sync_weights()
     run.log(metrics, batch)

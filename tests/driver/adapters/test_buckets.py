@@ -77,7 +77,7 @@ class Sender:
 
 
 class Receiver:
-    """The other side; `receive_weights` is that of verl's receiver."""
+    """Receives the buckets; `receive_weights` has the signature of verl's receiver."""
 
     def __init__(self, pipe, device):
         self.pipe, self.device = pipe, torch.device(device)

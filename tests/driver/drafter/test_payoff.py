@@ -104,7 +104,7 @@ def test_single_rollouts_decide_nothing():
 
 
 def started(trained, steps=8, seconds=0.3, cost_s=0.04, rollouts=8):
-    """Changes of a drafter that had so many micro-steps before."""
+    """Changes of the decision for a drafter that starts with `trained` micro-steps."""
     return run(
         [
             Measured({ARM: 1000}, {ARM: 5000}, seconds, cost_s, steps, trained + i * steps)

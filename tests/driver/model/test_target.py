@@ -314,7 +314,7 @@ def without(weights, name):
         ),
         (
             lambda w: {**w, "model.norm.weight": torch.zeros(48, dtype=torch.int8)},
-            "model.norm.weight is torch.int8; wanted floats",
+            "model.norm.weight is torch.int8; expected floats",
         ),
         (
             lambda w: {**w, "model.layers.0.self_attn.q_proj.bias": torch.zeros(48)},

@@ -51,7 +51,7 @@ def test_the_state_at_the_save_is_written_without_waiting(tmp_path):
 
 
 def test_memory_for_the_copies_is_taken_in_the_thread(monkeypatch):
-    """First for a part of the state."""
+    """`prepare` is called with a part of the state first."""
     calls, prepare = [], HostCopies.prepare
 
     def noted(self, state):

@@ -99,7 +99,7 @@ def test_weights_that_do_not_fit_are_refused(session):
     session.update_weights(weights)
     with pytest.raises(UserError, match="update_weights: got a Linear; give the state dict"):
         session.update_weights(torch.nn.Linear(1, 1))
-    with pytest.raises(UserError, match="model.norm.weight is a float; wanted tensors"):
+    with pytest.raises(UserError, match="model.norm.weight is a float; expected tensors"):
         session.update_weights(weights | {name: 1.0})
     with pytest.raises(UserError, match="model.norm.weight is on the meta device, without values"):
         session.update_weights(weights | {name: weights[name].to("meta")})
