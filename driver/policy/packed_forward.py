@@ -76,36 +76,6 @@ class Documents:
         return Documents(tuple(lengths), packed_positions(lengths), spans)
 
 
-def packed_forward(
-    model: PreTrainedModel,
-    ids: Tensor,
-    documents: Documents,
-    checkpointing: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Final hidden states of a packed row.
-
-    Args:
-        model: a transformers model of one of `driver.model.families`.
-        ids: int64 [1, T], documents end to end.
-        documents: their layout, on the model's device.
-        checkpointing: keep only the inputs of the layers and recompute the rest in the backward
-            pass.
-        dtype: of the pass; None = the parameters'. Other parameters are copied to it, a layer at a
-            time, and their gradients are added to their `grad` in their own dtype.
-
-    Returns:
-        [T, H], after the final norm.
-
-    Raises:
-        UserError: the model is of another family.
-
-    Example:
-        >>> packed_forward(model, ids, Documents.of([2, 3]))  # doctest: +SKIP
-    """
-    return _hidden(model, _outer_weights(model, dtype), ids, documents, checkpointing)
-
-
 def packed_logprobs(
     model: PreTrainedModel,
     batch: MicroBatch,
@@ -116,9 +86,13 @@ def packed_logprobs(
     """Log-probs of the response tokens of a packed row, and the entropy at them.
 
     Args:
-        model, checkpointing, dtype: see `packed_forward`.
+        model: a transformers model of one of `driver.model.families`.
         batch: M response tokens, on the model's device.
+        checkpointing: keep only the inputs of the layers and recompute the rest in the backward
+            pass.
         entropy_grad: whether the entropy has a gradient.
+        dtype: of the pass; None = the parameters'. Other parameters are copied to it, a layer at a
+            time, and their gradients are added to their `grad` in their own dtype.
 
     Returns:
         float32 [M] each.
@@ -152,6 +126,7 @@ def _outer_weights(model: Any, dtype: torch.dtype | None) -> _OuterWeights:
 def _hidden(
     model: Any, outer: _OuterWeights, ids: Tensor, documents: Documents, checkpointing: bool
 ) -> Tensor:
+    """Final hidden states of a packed row [T, H], after the final norm."""
     base = model.base_model
     family = family_of(type(model).__name__.removeprefix("FSDP"))  # fully_shard adds it
     # No gradient reaches the padding token here, as in the model's own pass.
@@ -175,7 +150,7 @@ def packed_layer(
     family: Family,
     checkpointing: bool = False,
 ) -> Tensor:
-    """One layer of `packed_forward`: residual stream [T, H] in and out."""
+    """One layer of `packed_logprobs`: residual stream [T, H] in and out."""
     if checkpointing:
         return checkpoint(
             packed_layer, layer, hidden, cos, sin, documents, family, use_reentrant=False

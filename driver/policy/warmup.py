@@ -159,7 +159,7 @@ def cross_entropy(
     """Cross-entropy summed over the response tokens of a packed row, [].
 
     Args:
-        model: of a family that `packed_forward` supports.
+        model: of a family that `packed_logprobs` supports.
         row: on the model's device.
         dtype: of the pass; None = the model's.
     """

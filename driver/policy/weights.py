@@ -1,7 +1,7 @@
 """The weights that the optimizer updates: float32, whole on one rank or sharded with torch's FSDP2.
 
 Forward and backward passes run in the dtype that the model was loaded in. In half precision they
-use transient copies, a layer at a time: `packed_forward` makes them on one rank, FSDP2 on several.
+use transient copies, a layer at a time: `packed_logprobs` makes them on one rank, FSDP2 on several.
 One rank has its own way because the hooks of FSDP2 cost the host about two milliseconds a layer and
 micro-batch, and the update of a small model waits for the host (docs/notes/memory.md).
 """

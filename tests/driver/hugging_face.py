@@ -18,6 +18,8 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from driver.policy import packed_forward
+
 SHAPE = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -177,3 +179,9 @@ def save_model(folder: Path, variant: str, seed: int = 0, **overrides) -> PreTra
 def logits_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     """Logits [len(ids), V] of one sequence."""
     return model(torch.tensor([ids])).logits[0]
+
+
+def packed_hidden(model, ids, documents, checkpointing=False):
+    """Final hidden states of the training pass, in the dtype of the parameters."""
+    outer = packed_forward._outer_weights(model, None)
+    return packed_forward._hidden(model, outer, ids, documents, checkpointing)

@@ -10,11 +10,11 @@ from driver.common.errors import UserError
 from driver.model.checkpoint import check_checkpoint
 from driver.model.families import FAMILIES, NEEDS, family_of
 from driver.model.spec import ModelSpec
-from driver.policy.packed_forward import Documents, packed_forward
+from driver.policy.packed_forward import Documents
 from driver.run.dry_run import dry_run
 from driver.session.load import spec_of
 from tests.driver import hugging_face
-from tests.driver.hugging_face import VARIANTS, random_model
+from tests.driver.hugging_face import VARIANTS, packed_hidden, random_model
 
 
 def test_every_family_has_its_tests():
@@ -43,7 +43,7 @@ def test_other_families_are_refused_by_name():
     model = random_model("qwen2")
     model.__class__ = GemmaForCausalLM
     with pytest.raises(UserError, match="architecture GemmaForCausalLM is not supported"):
-        packed_forward(model, None, Documents.of([1]))
+        packed_hidden(model, None, Documents.of([1]))
 
 
 def test_a_mistral_with_windows_is_refused_by_name():

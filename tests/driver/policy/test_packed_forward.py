@@ -13,9 +13,9 @@ from driver.policy import fused
 from driver.policy import packed_forward as module
 from driver.policy.logprobs import token_logprobs
 from driver.policy.micro_batch import _moved
-from driver.policy.packed_forward import Documents, _norm, _rotate, attend, packed_forward
+from driver.policy.packed_forward import Documents, _norm, _rotate, attend
 from tests import kit
-from tests.driver.hugging_face import FAMILIES, TRAINED
+from tests.driver.hugging_face import FAMILIES, TRAINED, packed_hidden
 
 LENGTHS = [5, 1, 17, 9]
 
@@ -56,7 +56,7 @@ def test_it_is_the_models_own_pass_and_gradient(family, options, ids):
     (wanted * weight).sum().backward()
     for checkpointing in (False, True):
         packed.zero_grad()
-        got = packed_forward(packed, ids, Documents.of(LENGTHS), checkpointing)
+        got = packed_hidden(packed, ids, Documents.of(LENGTHS), checkpointing)
         assert_close(got, wanted, rtol=1e-5, atol=1e-5)
         (got * weight).sum().backward()
         for (name, a), (_, b) in zip(
@@ -72,7 +72,7 @@ def test_half_precision_is_about_as_near_to_float64_as_the_models_own(family, id
     with torch.no_grad():
         errors = [
             (got.double() - wanted).norm()
-            for got in (packed_forward(own, ids, Documents.of(LENGTHS)), own_pass(own, ids))
+            for got in (packed_hidden(own, ids, Documents.of(LENGTHS)), own_pass(own, ids))
         ]
     assert errors[0] <= 1.25 * errors[1]
 
@@ -128,7 +128,7 @@ def test_compiled_layers_agree_with_single_ops(family, ids, monkeypatch):
 
     def run():
         made.zero_grad()
-        hidden = packed_forward(made, ids, documents)
+        hidden = packed_hidden(made, ids, documents)
         head = made.get_output_embeddings().weight
         logprobs, entropy = token_logprobs(hidden, head, tokens, 1.0, True)
         (logprobs.sum() + entropy.sum()).backward()
