@@ -241,7 +241,7 @@ void launch(Launch l, const AttentionPlan& plan, cudaStream_t stream) {
   if (hopper) l.maps = {map_of(l.p, l.p.k), map_of(l.p, l.p.v)};
   const bool shares = l.partials.acc != nullptr;
   if (hopper && shares && plan.cluster && launch_clusters<T, kDim>(l, plan, stream)) return;
-  constexpr Residency kFew = kDim > 64 ? Residency::kAlone : Residency::kPacked;  // of shared keys
+  constexpr Residency kFew = kDim > 64 ? Residency::kAlone : Residency::kPacked;  // sharing keys
   if (plan.warps == 8) {
     launch_attend<T, kDim, 8, Residency::kPacked>(l, plan, hopper, stream);
   } else if (shares && plan.alone) {

@@ -20,7 +20,7 @@ struct Launch {
   int group, row_blocks, page_shift;
   int group_inverse;  // 2^16 / group, rounded up
   int merge_rows;     // (row, kv head) pairs that a block of the merge finishes together
-  int tail_warps;     // of such a block
+  int tail_warps;     // warps of it that compute tails
   int loader_shift;   // log2 of the producer warps of a block
   TileMaps maps;
 

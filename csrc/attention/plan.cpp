@@ -37,8 +37,8 @@ int64_t items_for(const AttentionShape& shape, int64_t blocks, int64_t warps) {
 
 // The smallest number of rows per merge block with which all blocks are resident together. Where
 // the first launch has one block of four warps per multiprocessor, one merge block of eight warps
-// runs concurrently with it, so that all tails are computed while keys are streamed, by one warp,
-// since more shared memory is not free; otherwise two start after it.
+// runs concurrently with it. One of its warps computes all tails while keys are streamed; there is
+// no shared memory for more. Otherwise two merge blocks start after it.
 void plan_merge(const AttentionShape& shape, AttentionPlan* plan) {
   const int64_t tails = shape.num_rows * shape.num_kv_heads;
   const int64_t group = shape.num_heads / shape.num_kv_heads, warps = group * shape.head_dim / 64;

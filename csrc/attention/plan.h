@@ -11,7 +11,7 @@ struct AttentionPlan {
   int64_t items;       // blocks that share the keys of a row block; 1: no partials
   int64_t partials;    // largest number of partials of a row and head
   int64_t merge_rows;  // (row, kv head) pairs that a merge block finishes together
-  int64_t tail_warps;  // of a merge block
+  int64_t tail_warps;  // warps of a merge block that compute tails
   int64_t workspace_bytes;
   bool alone;    // no multiprocessor has two blocks
   bool cluster;  // one launch of clusters, if the card can run it

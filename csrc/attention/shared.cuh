@@ -7,8 +7,8 @@
 
 namespace tlt {
 
-// What shares a multiprocessor with a block: a second one if they have four warps, only a block of
-// the merge, or a second block of a cluster.
+// What shares a multiprocessor with a block. kPacked: another block, if blocks have four warps;
+// kAlone: only a block of the merge; kCluster: another block of a cluster.
 enum class Residency { kPacked, kAlone, kCluster };
 
 // Tiles of the ring, from the shared memory available to a block.

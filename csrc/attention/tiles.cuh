@@ -191,7 +191,7 @@ class WarpTile {
       f_.max[half] = max[half];
       sum[half] = 0.0f;
     }
-    // Both rows together: the additions of a row wait for each other.
+    // Both rows are interleaved, because each addition of a row depends on the previous one.
 #pragma unroll
     for (int n = 0; n < kTile / 8; ++n) {
 #pragma unroll

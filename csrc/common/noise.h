@@ -177,7 +177,7 @@ TLT_HD float target_noise(const NoiseKey& key, int32_t position, uint32_t id) {
   return -log_f32(target_exponential(key, position, id));
 }
 
-// Nowhere below the noise of the ids of a group; log_f32 is monotone within less than the slack.
+// An upper bound of the noise of a group's ids; log_f32 is monotone within less than the slack.
 TLT_HD float group_bound(uint32_t word) { return add_rn(-log_f32(group_minimum(word)), 1e-5f); }
 
 constexpr float kMaxNoise = 22.9f;  // above the noise of every id

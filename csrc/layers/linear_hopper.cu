@@ -177,7 +177,7 @@ template <typename T, typename Of>
 void consider(const LinearKernelParams& params, const Card& card, Choice* best) {
   const LinearParams& p = params.linear;
   const int64_t unit = params.silu_mul ? 16 : 8;  // weight rows
-  // Turns are of four parts, each of a block at least.
+  // Parts in turns: there must be four or more, each with at least one block of K.
   if (Of::kTurns && (p.parts < 4 || ceil_div(p.in_dim, kBlockK) < p.parts)) return;
   // Two blocks of a multiprocessor have half a ring each.
   constexpr int64_t kFewRows = 32, kFewWeights = 12 << 20;
@@ -187,7 +187,7 @@ void consider(const LinearKernelParams& params, const Card& card, Choice* best) 
   constexpr int64_t kWhole = Of::kWeightRows;
   for (const int split : {1, 8, 4, 2}) {
     if (split > p.parts || (split > 1 && p.parts / split > Of::kMaxSplitParts)) continue;
-    if (Of::kPerSm == 2 && split > 1 && split < 8) continue;  // slower than it is estimated
+    if (Of::kPerSm == 2 && split > 1 && split < 8) continue;  // slower than estimated
     for (const int64_t tile_rows : {kWhole, kWhole * 3 / 4, kWhole / 2}) {
       consider_grid<T, Of>(p, card, split, tile_rows, best);
     }

@@ -359,7 +359,7 @@ def test_a_graph_serves_any_lengths(tree, name, batch, longest, pdl):
     [("32/8x128", 16, 9000), ("32/8x128", 64, 3000), ("9/3x64", 20, 5000), ("28/4x128", 33, 1100)],
 )
 def test_calls_of_a_graph_share_a_workspace(name, rows, longest, pdl):
-    """Partials of one call are never those of the call before it, of a replay or another length."""
+    """A call uses no partials of the previous call, of a replay or of another length."""
     case = make_case([longest], [rows], SHAPES[name], tree=False)
     arrays = ("q", "k_cache", "v_cache")
     layers = [case | {name: torch.randn_like(case[name]) for name in arrays} for _ in range(6)]

@@ -353,7 +353,7 @@ def test_linear_silu_mul_checks_its_arguments():
     ("rows", "n", "k"), [(1, 40, 576), (5, 37, 1536), (3, 16, 64), (9, 24, 100), (40, 64, 1000)]
 )
 def test_partial_sums_of_all_ranks_have_the_bits_of_one(device, dtype, ranks, rows, n, k):
-    """K of no whole number of blocks a rank; ranks without any."""
+    """Some ranks have an incomplete block of K, some have none."""
     x, weight, bias = linear_inputs(rows, n, k, dtype, device)
     partials = []
     for rank in range(ranks):

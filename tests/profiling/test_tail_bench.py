@@ -20,7 +20,7 @@ def run(tmp_path, monkeypatch):
     made.close(whole=True)
 
 
-def test_cases_take_turns(run):
+def test_cases_alternate(run):
     bench, cases = (
         Bench("tail", math.nan),
         {"1x80x80": (1, 80, 80), "0x0x80": (0, 0, 80), "1x40x900": (1, 40, 900)},

@@ -126,7 +126,7 @@ def test_a_drafter_of_a_long_warm_start_rests_after_its_first_steps():
     assert Measured({}, {}, 0.3, 0.04, 0, 1500).expected == math.inf
 
 
-def test_a_policy_that_has_moved_is_followed_whatever_the_age_of_the_drafter():
+def test_training_resumes_after_a_fall_whatever_the_age_of_the_drafter():
     def measured(accept, steps, cost_s):
         return Measured({ARM: 1000}, {ARM: 1000 * accept}, 0.3, cost_s, steps, 1500)
 
