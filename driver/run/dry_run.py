@@ -74,10 +74,11 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     shared = config.engine.tensor_parallel
     for ranks in words.ranks:
         check_group(ranks, shared)
-    if max(words.ranks) > shared * config.grpo.prompts_per_step:
+    most = shared * config.grpo.prompts_per_step
+    if max(words.ranks) > most:
         raise UserError(
-            f"ranks={max(words.ranks)}: expected at most grpo.prompts_per_step="
-            f"{config.grpo.prompts_per_step}, because each rank needs a prompt"
+            f"ranks={max(words.ranks)}: expected at most {most}, because each rank, or group of"
+            " engine.tensor_parallel, needs one of grpo.prompts_per_step"
         )
     most = config.sampling.max_new_tokens
     if words.mean_tokens > most:

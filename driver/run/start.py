@@ -266,8 +266,9 @@ def for_rank(config: Config, world: World) -> Config:
     groups, prompts = world.size // shared, config.grpo.prompts_per_step
     if groups > prompts:
         raise UserError(
-            f"{groups} ranks for grpo.prompts_per_step={prompts}: each"
-            " needs one prompt; raise it or lower --nproc-per-node"
+            f"{world.size} ranks for grpo.prompts_per_step={prompts}: each"
+            f"{f' group of {shared}' if shared > 1 else ''} needs one prompt; raise it or lower"
+            " --nproc-per-node"
         )
     folder = user_path(config.run.root) / (config.run.name or preset_title(config.preset))
     restarted = world.restarts() > 0 and (folder / "config.yaml").exists()  # by torchrun

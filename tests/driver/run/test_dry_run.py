@@ -368,8 +368,10 @@ def test_memory_of_several_numbers_of_ranks_is_compared(tmp_path):
 
 
 def test_ranks_beyond_the_prompts_are_refused():
-    with pytest.raises(UserError, match="ranks=33: expected at most grpo.prompts_per_step=32"):
+    with pytest.raises(UserError, match="ranks=33: expected at most 32, because each rank"):
         dry_run.dry_run(["ranks=8,33"], lambda line: None)
+    with pytest.raises(UserError, match="ranks=66: expected at most 64, .* engine.tensor_parallel"):
+        dry_run.dry_run(["ranks=66", "engine.tensor_parallel=2"], lambda line: None)
     lines = []
     dry_run.dry_run(["ranks=32"], lines.append)
     assert any("on each of 32 ranks" in line for line in lines)

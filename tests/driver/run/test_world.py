@@ -391,6 +391,9 @@ def test_more_ranks_than_prompts_are_refused(tmp_path):
     code, log = launch(tmp_path, 2, "grpo.prompts_per_step=1")
     assert code != 0
     assert "2 ranks for grpo.prompts_per_step=1: each needs one prompt" in log
+    config = load_config([*WORDS, "grpo.prompts_per_step=1", "engine.tensor_parallel=2"])
+    with pytest.raises(UserError, match="4 ranks for .*=1: each group of 2 needs one prompt"):
+        for_rank(config, World(rank=0, size=4))
 
 
 SHARES = """
