@@ -5,10 +5,10 @@
 // multiple of 16 bytes. It issues all loads at once. Bytes: ranks * 4 + 2 to 8 an output.
 //
 // Partial sums may be in the memory of other GPUs. With flags a block first writes the number of
-// its launches into a word of every rank, which says that this rank's sums are complete, and waits for
-// that number from all other ranks. Word (block, r) of a rank's flags is written by rank r; a rank
-// counts the launches of a block in its own word. Every rank launches the same grid, of at most
-// kMaxFoldBlocks blocks. A wait that exceeds its time ends the kernel with an error.
+// its launches into a word of every rank, which says that this rank's sums are complete, and waits
+// for that number from all other ranks. Word (block, r) of a rank's flags is written by rank r; a
+// rank counts the launches of a block in its own word. Every rank launches the same grid, of at
+// most kMaxFoldBlocks blocks. A wait that exceeds its time ends the kernel with an error.
 #include <algorithm>
 
 #include "common/cuda.h"

@@ -51,7 +51,7 @@ class Engines:
         invariant: bool = False,
         **more: Any,
     ) -> None:
-        """Begins to start an engine.
+        """Starts an engine without waiting for it.
 
         Args:
             name: of the engine.
@@ -86,7 +86,7 @@ class Engines:
         self.engines[name] = Vllm(name, self.folder, log, variables, **settings)
 
     def _cache(self, label: str) -> Path:
-        """A folder for what an engine compiles: side by side they must not share one.
+        """A folder for what an engine compiles; engines that run side by side must not share one.
 
         They share the records of kinds of models, for each of which vLLM else imports itself again.
         """
@@ -111,7 +111,7 @@ class Engines:
             raise RuntimeError(f"no vLLM engine was started; see {self.logs}")
 
     def close(self, kept: Collection[str] = ()) -> None:
-        """Ends the engines, but those to keep."""
+        """Closes the engines, except those to keep."""
         for name in self.engines.keys() - set(kept):
             self.engines.pop(name).close()
 
