@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def delays(method: Callable[..., None]) -> Callable[..., None]:
-    """Counts the time of a method, which rollout or training loop wait for, as a cost."""
+    """Counts the time of a method as a cost: the rollout or the training loop waits for it."""
 
     @functools.wraps(method)
     def timed(self: SpotTrainer, *args: Any, **options: Any) -> None:
@@ -106,7 +106,7 @@ class SpotTrainer(RolloutObserver):
         self.target_version = self.steps = self.tokens_seen = 0
         self.busy_s = self._spent_s = 0.0  # of the last step, and of the current one
         self.payoff = Payoff()
-        self._delay_s, self._weighed = 0.0, 0  # since, and steps at, the last call of `weigh`
+        self._delay_s, self._weighed = 0.0, 0  # delay since, steps at the last `weigh`
         self.paused = False
         self._final: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # begin, end
         self.reports = StepReports()
@@ -239,7 +239,7 @@ class SpotTrainer(RolloutObserver):
     def end_final_steps(self) -> None:
         """Waits for the final steps and swaps weights in; call before the target is updated."""
         self._wait()
-        if self._final is not None:  # the update has run beside them, slower by their time at most
+        if self._final is not None:  # they delayed the update by their time at most
             self._final[1].synchronize()
             self._delay_s += 1e-3 * self._final[0].elapsed_time(self._final[1])
             self._final = None
@@ -381,7 +381,7 @@ class SpotTrainer(RolloutObserver):
         self._spend(begin)
 
     def _spend(self, begin: float) -> None:
-        """Counts the time since `begin` as training; that of the thread slows the rollout down."""
+        """Counts the time since `begin` as training; time of the thread delays the rollout, too."""
         spent = time.perf_counter() - begin
         self._spent_s += spent
         if self.thread.is_current:

@@ -165,7 +165,7 @@ class Collector(RolloutObserver):
     def _is_learned_from(self, response: Response) -> bool:
         cut = response.finish == "length" and self.config.grpo.truncated == "mask"
         failures = self.tool_stats.failures
-        if self.tools is not None:  # those of the rollout that runs
+        if self.tools is not None:  # tools of the running rollout
             failures = failures | self.tools.stats.failures
         failed = response.request.id in failures
         return not (cut or (failed and self.config.tool.on_error == "mask"))
@@ -298,7 +298,7 @@ class Collector(RolloutObserver):
     # ---- called by the engine -------------------------------------------------------------------
 
     def on_pass(self, active: int, passes: int = 1) -> None:
-        # Otherwise other ranks may wait for requests or passes of this rank.
+        # Must not stop here if other ranks may wait for requests or passes of this rank.
         if self.rebalancer is None and self.groups == self.world.size:
             self.stop.check()
         if self.tail is not None:

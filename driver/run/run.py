@@ -262,7 +262,7 @@ class Run:
             self.writer.prepare(self._saved())
 
     def _saved(self) -> dict[str, Any]:
-        """What is copied to be saved: this rank's tensors; on the first rank all the rest."""
+        """The state to copy and save: this rank's tensors, and on the first rank all the rest."""
         parts, policy = {"parts": self._parts(live=False)}, self.rollout.target.state_dict()
         if self.rollout.target.parallel.size > 1:  # a rank has parts of it
             stream = self.trainer.weights.stream()

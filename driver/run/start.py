@@ -149,7 +149,7 @@ class _Start:
         if self.saved is not None:
             self.saved.check(contents=self.folder is not None)  # one rank reads all of it
             source = self.saved.path
-        # No card needs to hold all of a policy in parts.
+        # If ranks share the policy, no card needs to hold all of it.
         mapped = is_sharded(self.world, self.config.grpo.offload) and not self.warms_up
         return load_policy(self.config, source, mapped)
 

@@ -1,4 +1,4 @@
-"""Makes requests of prompts."""
+"""Makes requests of prompts, and checks requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Prompt = str | Sequence[int] | Request
 
 
 class Prompts:
-    """Texts and ids become requests, whose ids follow from the order of the calls.
+    """Makes requests of texts and token ids; request ids follow from the order of the calls.
 
     Args:
         encode: of texts; None: there is no tokenizer.
