@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ..common.errors import UserError
 from ..common.storage import storage_errors, sync_path, sync_tree
 from ..model.checkpoint import check_checkpoint
+from ..model.spec import read_json
 from .parts import WRITERS, Parts, load_parts
 
 PARTS = "state/parts"  # subfolder that `save_parts` writes
@@ -51,11 +52,11 @@ class Checkpoint:
         """
         try:
             check_checkpoint(self.path)
+            mark = read_json(self.path / _MARK)
         except UserError as error:
             raise UserError(f"{error}; or {self._remedy}") from None
         if not contents:
             return
-        mark = json.loads((self.path / _MARK).read_text(encoding="utf-8"))
         wanted = mark.get("checksums", {})  # earlier versions wrote none
         for name, checksum in _checksums(self.path, wanted).items():
             if checksum != wanted[name]:

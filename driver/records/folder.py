@@ -19,6 +19,7 @@ from ..common.errors import UserError, after_error
 from ..common.storage import FolderLock, storage_errors, user_path, write_text
 from ..config.load import Config, load_config, preset_title, to_yaml
 from ..config.sections import RunConfig
+from ..model.spec import read_json
 from . import checkpoint as run_checkpoint
 from .checkpoint import Checkpoint
 
@@ -186,7 +187,7 @@ class RunFolder:
         path = self.path / "inputs.json"
         if not path.exists():  # a new run, or one of an earlier version
             return write_text(path, json.dumps(dict(fingerprints)) + "\n")
-        for name, began_with in json.loads(path.read_text(encoding="utf-8")).items():
+        for name, began_with in read_json(path).items():
             if fingerprints[name] != began_with:
                 raise UserError(
                     f"{name}: its contents have changed since the run in {self.path} started;"

@@ -29,7 +29,7 @@ from ..config.sections import ToolConfig
 from ..config.strategy import OFF, parse_strategies
 from ..drafter.trainer import SpotTrainer
 from ..model.prompts import PromptEncoder
-from ..model.spec import ModelSpec
+from ..model.spec import ModelSpec, read_json
 from ..policy.warmup import demonstration, lr_share, warm_up
 from ..records.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from ..records.phases import Phases
@@ -77,7 +77,7 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
 def fingerprints(folder: Path) -> dict[str, str]:
     """The hashes of policy and drafter of a warm start, and its noise; {} if it has none."""
     path = folder / REPORT
-    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    report = read_json(path) if path.exists() else {}
     return report.get("fingerprint", {})
 
 

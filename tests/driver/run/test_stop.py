@@ -176,6 +176,15 @@ def test_a_flipped_bit_in_a_checkpoint_is_found(tmp_path, name):
         run(tmp_path, "it", "run.steps=2", "run.resume=true")
 
 
+@pytest.mark.parametrize("text", ["{", "[]"])
+@pytest.mark.parametrize("name", ["checkpoints/step-000001/checkpoint.json", "inputs.json"])
+def test_a_damaged_json_file_is_named_in_one_line(tmp_path, name, text):
+    run(tmp_path, "it", "run.steps=1")
+    (tmp_path / "it" / name).write_text(text)
+    with pytest.raises(UserError, match=f"{name}: (cannot be read|wanted a JSON object)"):
+        run(tmp_path, "it", "run.steps=2", "run.resume=true")
+
+
 def test_weights_that_are_not_finite_end_the_run_and_keep_the_checkpoint(tmp_path, monkeypatch):
     whole = Run.update_policy
 
