@@ -30,11 +30,6 @@ class HostCopies:
     def __init__(self) -> None:
         self.room: dict[Place, Tensor] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(room.nbytes for room in self.room.values())
-
     def prepare(self, state: Any) -> None:
         """Allocates the buffers that a state lacks, which is slow for pinned memory."""
         self._each(state, self._room, {})

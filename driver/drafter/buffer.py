@@ -107,12 +107,6 @@ class DataBuffer:
         with self.lock:
             return sum(map(len, self.fresh)) + sum(map(len, self.kept))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the features."""
-        with self.lock:
-            return sum(d.features.nbytes for d in self.fresh + self.kept)
-
     def window(self, count: int, request: int) -> tuple[int, int]:
         """The range of tokens of a response that is stored.
 

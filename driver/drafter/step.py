@@ -66,10 +66,6 @@ class Bin:
         """The arrays that are made on the host."""
         return self.numbers, self.offsets
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.nbytes for x in (self.features, self.final, *self.small))
-
     def load(
         self, pieces: Sequence[Piece], version: int, share: int, rows: int = 0
     ) -> tuple[int, list[int]]:

@@ -29,9 +29,10 @@ def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
         >>> training_memory(spot)["optimizer"]  # doctest: +SKIP
         (1703936, 1703936)
     """
-    target, held, shape = spot.target, spot.buffer.num_bytes, spot.drafter.spec
+    target, shape = spot.target, spot.drafter.spec
     row = 4 * target.spec.hidden_size * target.embedding.element_size()
-    rows = sum(len(d) - 1 for d in spot.buffer.fresh + spot.buffer.kept)
+    documents, made = spot.buffer.fresh + spot.buffer.kept, spot.bin
+    rows, held = sum(len(d) - 1 for d in documents), sum(d.features.nbytes for d in documents)
     trained = trained_numbers(shape)
     # The head in the target's precision on a GPU, ids of the draft vocabulary, a flag per token.
     head = shape.draft_vocab * shape.hidden_size * spot.drafter.lm_head.weight.element_size()
@@ -51,5 +52,8 @@ def training_memory(spot: SpotTrainer) -> dict[str, tuple[int, int]]:
         "optimizer": (2 * BYTES * trained, sum(moments)),
         "average": (BYTES * trained if spot.config.average else 0, sum(w.nbytes for w in average)),
         # Features, and three int64.
-        "bin": (spot.bin.tokens * (entry + 24), spot.bin.num_bytes),
+        "bin": (
+            made.tokens * (entry + 24),
+            sum(x.nbytes for x in (made.features, made.final, *made.small)),
+        ),
     }

@@ -175,7 +175,7 @@ def test_a_full_buffer_drops_the_oldest_and_keeps_its_bound():
             buffer.start_step()
         held = buffer.fresh + buffer.kept
         assert buffer.num_tokens == sum(map(len, held)) <= 100
-        assert buffer.num_bytes == sum(16 * (len(d) - 1) for d in held)
+        assert sum(d.features.nbytes for d in held) == sum(16 * (len(d) - 1) for d in held)
         assert [int(d.tokens[0]) for d in buffer.fresh] == sorted(
             range(number + 1 - len(buffer.fresh), number + 1)
         ) or not buffer.fresh
