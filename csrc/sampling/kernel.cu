@@ -12,6 +12,13 @@
 #include "sampling/op.h"
 #include "sampling/path.cuh"
 
+// Before sm_90 the compiler would aim at two blocks a multiprocessor, with 64 registers and spills.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define TLT_DRAW_BOUNDS __launch_bounds__(kThreads, 1)
+#else
+#define TLT_DRAW_BOUNDS __launch_bounds__(kThreads)
+#endif
+
 namespace tlt {
 namespace {
 
@@ -59,7 +66,7 @@ __device__ __forceinline__ NoiseKey target_key(const SamplingArrays& s, int64_t 
 
 // One cluster per row.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ SampleParams p) {
+__global__ void TLT_DRAW_BOUNDS sample_kernel(const __grid_constant__ SampleParams p) {
   extern __shared__ uint4 shared[];
   Cluster<kThreads> cluster;
   Scanner<T> scanner(cluster, shared, p.vocab_size);
@@ -91,8 +98,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
 
 // One cluster per node.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    draw_nodes_kernel(const __grid_constant__ VerifyParams p) {
+__global__ void TLT_DRAW_BOUNDS draw_nodes_kernel(const __grid_constant__ VerifyParams p) {
   extern __shared__ uint4 shared[];
   Cluster<kThreads> cluster;
   Scanner<T> scanner(cluster, shared, p.vocab_size);
