@@ -88,7 +88,9 @@ def test_a_signal_during_the_imports_ends_quietly(tmp_path, sent):
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "driver.train"]
     pipe = subprocess.PIPE
+    before = signal.signal(sent, signal.SIG_DFL)  # a child of nohup would ignore SIGHUP
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True)
+    signal.signal(sent, before)
     assert process.stdout.readline() == "importing\n"
     process.send_signal(sent)
     out, error = process.communicate(timeout=60)
