@@ -59,6 +59,7 @@ def test_long_rollouts_of_all_arms_are_equal():
     assert rows[f"decode 32k {big.ARMS[1]}"]["accept_length"] > 2
 
 
+@pytest.mark.slow
 def test_ranks_have_the_bits_of_one():
     assert big.fsdp(Bench("big", 100.0), 2) == 1.0
 

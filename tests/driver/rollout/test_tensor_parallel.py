@@ -124,7 +124,10 @@ shards.owned_columns = lambda count, rank, size: torch.arange(count).chunk(size)
 """
 
 
-@pytest.mark.parametrize(("ranks", "planted"), [(4, FROM_THE_LEFT), (2, HALVES)])
+@pytest.mark.parametrize(
+    ("ranks", "planted"),
+    [(4, FROM_THE_LEFT), pytest.param(2, HALVES, marks=pytest.mark.slow)],
+)
 def test_another_order_of_additions_is_found(tmp_path, ranks, planted):
     code, log = start(tmp_path / "log", ranks, "qwen2", planted=planted)
     assert code != 0 and "['off'] differs" in log, log

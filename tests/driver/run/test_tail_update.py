@@ -130,7 +130,7 @@ def test_the_first_row_alone_may_be_small(start):
         ["grpo.entropy_coef=0.1"],
         ["grpo.kl_coef=0.1"],
         ["grpo.advantage=dapo", "grpo.truncated=mask"],
-        ["grpo.advantage=dr_grpo", "reward.workers=1"],
+        pytest.param(["grpo.advantage=dr_grpo", "reward.workers=1"], marks=pytest.mark.slow),
         ["grpo.advantage=rloo", "model.dtype=bfloat16"],
     ],
     ids=" ".join,
