@@ -25,7 +25,7 @@ StepSeconds = Callable[[int, Strategy], float | None]  # of a pass, by batch and
 
 
 def unknown_step_s(batch: int, arm: Strategy) -> float | None:
-    """Step times without graphs: none are known in advance."""
+    """Step times without graphs."""
     return None
 
 
@@ -57,12 +57,6 @@ class Bandit:
     epsilon, among all, since a poor arm may improve as the drafter learns. Once the best arm is
     known it runs for two windows at once, which interrupts the device less often
     (docs/notes/rollout.md).
-
-    Args:
-        arms: strategies, `off` among them.
-        config: buckets, epsilon, windows, policy.
-        spec_max_batch: largest batch that may speculate.
-        seed: of the exploration.
 
     Source: "Taming the Long Tail" (ASPLOS'26), section on the adaptive rollout engine; Auer et al.,
         "Finite-time Analysis of the Multiarmed Bandit Problem" (2002), for UCB.
@@ -101,8 +95,7 @@ class Bandit:
         """The strategy of the next pass.
 
         Args:
-            batch: running requests.
-            usable: whether an arm can run now (learned and hybrid arms need a trained drafter).
+            usable: whether an arm can run now.
             step_s: seconds of a pass of an arm's graph; None: it has none.
         """
         self._batch = batch
@@ -140,9 +133,12 @@ class Bandit:
         return arm
 
     def _explored(self, bucket: int, values: dict[Strategy, float], best: Strategy) -> Strategy:
-        """The best arm, or another one to explore."""
         if self.config.policy == "ucb":
-            return max(values, key=lambda arm: self._bound(bucket, arm, values))
+            tries = {arm: 1 + len(self._rewards[bucket, arm]) for arm in values}
+            log = 2.0 * math.log(sum(tries.values()))
+            scale = values[best] or 1.0
+            bounds = {a: values[a] / scale + UCB_WIDTH * math.sqrt(log / tries[a]) for a in values}
+            return max(bounds, key=lambda arm: bounds[arm])
         epsilon, draw = self.config.epsilon, self._random
         if draw.random() >= epsilon:
             return best
@@ -156,10 +152,7 @@ class Bandit:
         return None if pass_s is None or accept is None else accept * self._full(bucket) / pass_s
 
     def _never_pays(self, bucket: int, arm: Strategy, step_s: StepSeconds) -> bool:
-        """Whether plain decoding is faster even if every draft is accepted.
-
-        A pass over wide trees of a large model takes as long as many plain passes.
-        """
+        """Whether plain decoding is faster even if every draft is accepted (of wide trees)."""
         own, plain = (step_s(self._full(bucket), each) for each in (arm, OFF))
         return arm != OFF and bool(own and plain and own >= (arm.levels + 1) * plain)
 
@@ -177,18 +170,10 @@ class Bandit:
         return 1.0 if arm == OFF else None
 
     def _decay(self, sums: ArmSums) -> float:
-        """Decay of the weights since the arm's last window."""
         return 0.5 ** ((self._closed - sums.closed) / HALF_LIFE)
 
     def _full(self, bucket: int) -> int:
         return min(bucket, self.spec_max_batch)
-
-    def _bound(self, bucket: int, arm: Strategy, values: dict[Strategy, float]) -> float:
-        """Upper confidence bound relative to the best value, over the remembered windows."""
-        best = max(values.values()) or 1.0
-        tries = {a: 1 + len(self._rewards[bucket, a]) for a in values}
-        width = math.sqrt(2.0 * math.log(sum(tries.values())) / tries[arm])
-        return values[arm] / best + UCB_WIDTH * width
 
     @property
     def horizon(self) -> int:
@@ -203,9 +188,7 @@ class Bandit:
         """Adds passes of the strategy last chosen to its window.
 
         Args:
-            emitted: tokens.
-            elapsed_s: seconds.
-            passes: number of passes.
+            emitted, elapsed_s, passes: tokens, seconds, number of passes.
             request_passes: sum of the requests in each pass; 0 = no request finished.
         """
         if self._window is not None:

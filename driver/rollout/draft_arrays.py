@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,7 @@ class Levels:
 
     def __init__(self, batch: int, strategy: Strategy, device: torch.device) -> None:
         keep, depth = strategy.top_k, strategy.depth
-
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
+        ints = partial(torch.zeros, dtype=torch.int32, device=device)
         # A hybrid's chain may have more nodes than its levels.
         capacity = max(tlt_ext.tree_capacity(depth, keep), 1 + strategy.levels)
         self.nodes = NodeStore(batch, capacity, strategy.num_verify, device)
@@ -45,9 +43,7 @@ class NewRows:
     """Arrays of the entries to write for `batch` requests, at most `most` each."""
 
     def __init__(self, batch: int, most: int, features: Tensor) -> None:
-        def ints(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.int32, device=features.device)
-
+        ints = partial(torch.zeros, dtype=torch.int32, device=features.device)
         self.row_start = ints(batch + 1)
         self.position, self.committed = ints(batch * most), ints(batch)
         self.each = torch.arange(batch + 1, dtype=torch.int32, device=features.device)

@@ -33,10 +33,9 @@ class DraftRunner:
     """Drafts trees with a learned one-layer model; its KV is computed from recorded features.
 
     Args:
-        spec: shape of the drafter.
-        target: the policy; its embedding is read, its head is gathered by `d2t`.
-        cache: KV cache of the engine, with the recorded features.
-        seed: run seed of the keyed noise.
+        spec, target: the drafter's shape; the policy, whose embedding and head are read.
+        cache: of the engine, with the recorded features.
+        seed: of the keyed noise.
         score_temperature: how drafted nodes are ranked (`tlt_ext.expand_tree`); at 0 by cumulative
             log-probability, without the noise (`docs/notes/drafter.md` has accept lengths).
 
@@ -87,11 +86,7 @@ class DraftRunner:
             "norm": state["norm.weight"],
         }
         for name, tensor in fused.items():
-            value = tensor.detach().to(self.k)
-            if name in self.weights:
-                self.weights[name].copy_(value)
-            else:
-                self.weights[name] = value.clone()
+            self._put(name, tensor.detach().to(self.k))
         offsets = state["d2t"].to(self.d2t.device)
         self.d2t.copy_(offsets + torch.arange(len(offsets), device=offsets.device))
         self.refresh_head()
@@ -99,11 +94,14 @@ class DraftRunner:
 
     def refresh_head(self) -> None:
         """Gathers the draft head from the target; call after each policy update."""
-        head = self.target.head.index_select(0, self.d2t.long())
-        if "head" in self.weights:
-            self.weights["head"].copy_(head)
+        self._put("head", self.target.head.index_select(0, self.d2t.long()))
+
+    def _put(self, name: str, value: Tensor) -> None:
+        """Writes a weight in place, since graphs read it."""
+        if name in self.weights:
+            self.weights[name].copy_(value)
         else:
-            self.weights["head"] = head
+            self.weights[name] = value.clone()
 
     # ---- the Proposer interface -----------------------------------------------------------------
 
@@ -120,11 +118,6 @@ class DraftRunner:
 
         After plain decoding these are the entries committed since the last draft, after a swap all
         entries. They are computed from recorded features, without the target.
-
-        Args:
-            batch: the running requests.
-            strategy: of the next passes.
-            store: their tokens.
 
         Returns:
             Entries that each row now has, or None if none changed.
@@ -154,12 +147,12 @@ class DraftRunner:
     ) -> NodeStore:
         """Writes new entries and drafts the levels of the strategy; no nodes are selected yet.
 
-        Args:
-            batch, strategy, store: as for `propose`.
-            keep_logits: takes the logits of each level, float32 [B * frontier, draft_vocab].
+        `keep_logits` takes the logits of each level, float32 [B * frontier, draft_vocab].
         """
-        hidden = self._catch_up(batch, strategy)
-        level = self._levels(len(batch), strategy)
+        hidden, key = self._catch_up(batch, strategy), (len(batch), strategy)
+        if key not in self._drafts:
+            self._drafts[key] = Levels(*key, self.k.device)
+        level = self._drafts[key]
         nodes, keep, depth = level.nodes, strategy.top_k, strategy.depth
         nodes.begin(batch.last_token)
         frontier = level.root
@@ -214,12 +207,6 @@ class DraftRunner:
         )
         q = self._append(joined, rows)
         return self._attend(q, parents, rows, level.ancestors[index].view(-1, MAX_DEPTH))
-
-    def _levels(self, batch: int, strategy: Strategy) -> Levels:
-        key = batch, strategy
-        if key not in self._drafts:
-            self._drafts[key] = Levels(batch, strategy, self.k.device)
-        return self._drafts[key]
 
     # ---- the layer ------------------------------------------------------------------------------
 
@@ -288,13 +275,10 @@ class DraftRunner:
     # ---- catching up ----------------------------------------------------------------------------
 
     def _catch_up(self, batch: Batch, strategy: Strategy) -> Tensor:
-        """Writes the entries of the tokens just emitted; returns hidden states of the last ones.
+        """Writes the entries of the tokens just emitted; returns hidden states of the last, [B, H].
 
         The entry of the bonus token is among them, and entries of drafted tokens are overwritten.
         K/V of a single layer need no attention, so only the last entry attends.
-
-        Returns:
-            [B, H], of entry `context_len - 1` of each request.
         """
         key = len(batch), strategy.levels + 1
         if key not in self._gathered:

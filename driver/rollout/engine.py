@@ -51,12 +51,7 @@ class RolloutEngine:
     """Generates responses to requests, which may arrive while others run.
 
     Args:
-        model: the target; the engine never writes its weights.
-        cache: KV pages, and feature pages if a drafter is trained or used.
-        config: batch, pages and graphs.
-        bandit: chooses the strategy of each burst.
         proposers: by strategy kind.
-        seed: run seed of the keyed noise.
         observer: of rollouts that are recorded; the spot trainer.
 
     Attributes:
@@ -112,7 +107,6 @@ class RolloutEngine:
         they add.
 
         Args:
-            requests: they join the batch as places and pages allow.
             record: whether the observer is called and n-gram drafts of later rollouts use the
                 responses (not for an evaluation).
             observer: instead of the engine's own.
@@ -149,9 +143,14 @@ class RolloutEngine:
                 if self._observer is not None:
                     self._observer.on_pass(self.scheduler.active, 0)
                 continue
-            self._admit()
+            if admission := self.scheduler.admit():
+                with self.spans("prefill"):
+                    self.prefill.admit(admission)
+            self.scheduler.prefixes.release_unused()
             previous, strategy = strategy, self._choose()
-            limit = self._reserve(strategy)
+            for state in self.scheduler.reserve(*self._demand(strategy)):
+                self.store.release(state, keep=False)
+            limit = self._most_passes(strategy)
             switched = strategy != previous and self.stats.bursts > 0  # not at the first burst
             self._run_bursts(self._fill(strategy, switched), strategy, limit)
         self.scheduler.release()
@@ -188,12 +187,6 @@ class RolloutEngine:
         """Whether a tool may continue a finished request."""
         return any([source.ended(state) for source in self._sources])  # all of them are called
 
-    def _admit(self) -> None:
-        if admission := self.scheduler.admit():
-            with self.spans("prefill"):
-                self.prefill.admit(admission)
-        self.scheduler.prefixes.release_unused()
-
     def _choose(self) -> Strategy:
         """The strategy of the next burst."""
         running = self.scheduler.running
@@ -217,12 +210,6 @@ class RolloutEngine:
 
         self._choice, self._horizon = self.model.parallel.decide(choose)
         return self._choice
-
-    def _reserve(self, strategy: Strategy) -> int:
-        """Grants pages to the running requests; returns the longest burst that may follow."""
-        for state in self.scheduler.reserve(*self._demand(strategy)):
-            self.store.release(state, keep=False)
-        return self._most_passes(strategy)
 
     def _demand(self, strategy: Strategy) -> tuple[int, int]:
         """KV slots that a pass may write, and tokens of a request that a burst may commit."""

@@ -13,9 +13,9 @@ import tlt_ext
 
 from ..common.errors import UserError
 from ..common.tensor_parallel import TensorParallel
-from ..config.strategy import OFF, REJECTION, Strategy, parse_strategies
+from ..config.strategy import OFF, Strategy
 from .passes import PassProgram
-from .plan import BucketPlan, Cell, GraphCost, listed
+from .plan import BucketPlan, Cell, listed
 from .state import BatchState
 
 if TYPE_CHECKING:
@@ -58,10 +58,8 @@ def build_graphs(
     """The graphs of a configuration; None: passes are launched op by op.
 
     Args:
-        config: of the engine.
         buckets: batch sizes of speculation.
         max_rows: largest number of rows of a speculative pass.
-        program, state, ring: as for `PassGraphs`.
 
     Raises:
         UserError: graphs, or loops in them, are required and not supported.
@@ -81,16 +79,7 @@ def build_graphs(
     loop = loop and tlt_ext.GraphPool.supports_loop(device.index or 0)
     if config.graphs == "loop" and not loop:
         raise UserError("engine.graphs=loop: this driver cannot loop in a CUDA graph; use auto")
-    budget = config.graph_mib << 20
-    plan = BucketPlan(
-        config.max_batch,
-        config.spec_max_batch,
-        parse_strategies(config.strategies),
-        buckets,
-        max_rows,
-        GraphCost(program.model.spec, loop, config.verify == REJECTION),
-        budget,
-    )
+    plan = BucketPlan.of(config, buckets, max_rows, program.model.spec, loop)
     if plan.dropped:
         warnings.warn(
             f"engine.graph_mib={config.graph_mib}: too little for the graphs of"
@@ -98,7 +87,7 @@ def build_graphs(
             " without a graph, slower",
             stacklevel=3,
         )
-    return PassGraphs(plan, program, state, ring, loop, budget)
+    return PassGraphs(plan, program, state, ring, loop, config.graph_mib << 20)
 
 
 class PassGraphs:
@@ -108,9 +97,6 @@ class PassGraphs:
     stays valid over batches, steps, and updates of policy and drafter.
 
     Args:
-        plan: what to capture.
-        program: the pass.
-        state, ring: its inputs and results.
         loop: repeat the pass inside its graph, so that a burst is one launch; otherwise the host
             launches each pass.
         budget_bytes: for the executables; 0 = no limit.

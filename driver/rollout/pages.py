@@ -23,11 +23,7 @@ def pages_for(tokens: int, page_size: int) -> int:
 
 
 class PagePool:
-    """Allocates page ids and counts references; a shared page is freed by its last holder.
-
-    Args:
-        num_pages: pages in the pool, ids 0 to num_pages - 1.
-    """
+    """Allocates page ids from 0 on; a shared page is freed by its last holder."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -87,10 +83,6 @@ class PrefixCache:
     """The committed part of each prompt, computed once for all requests that start with it.
 
     Whole pages are shared; the partial last page is copied for each request.
-
-    Args:
-        pool: pages of the KV cache.
-        page_size: slots of a page.
     """
 
     def __init__(self, pool: PagePool, page_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import tlt_ext
@@ -15,36 +16,22 @@ from .state import Batch, BatchState
 from .tree import Tree
 
 
+@dataclass
 class PassProgram:
     """Drafts, verifies, commits and advances a batch by one pass.
 
     It reads and writes static arrays and never waits for the device. If the strategy's proposer is
     `on_device`, the same calls can be captured into a graph.
-
-    Args:
-        model: the target.
-        cache: its KV pages, and feature pages if a drafter is trained or used.
-        state: the running requests.
-        ring: results of each pass.
-        proposers: by strategy kind.
-        seed: run seed of the keyed noise.
-        spans: of drafting and verifying.
-        verify: `engine.verify`, how drafts are accepted.
     """
 
-    def __init__(
-        self,
-        model: TargetModel,
-        cache: KvCache,
-        state: BatchState,
-        ring: tlt_ext.PassRing,
-        proposers: dict[str, Proposer],
-        seed: int,
-        spans: Spans,
-        verify: str = SHARED,
-    ) -> None:
-        self.model, self.cache, self.state, self.ring = model, cache, state, ring
-        self.proposers, self.seed, self.spans, self.verify = proposers, seed, spans, verify
+    model: TargetModel
+    cache: KvCache  # with feature pages if a drafter is trained or used
+    state: BatchState  # the running requests
+    ring: tlt_ext.PassRing  # results of each pass
+    proposers: dict[str, Proposer]  # by strategy kind
+    seed: int  # of the keyed noise
+    spans: Spans  # of drafting and verifying
+    verify: str = SHARED  # `engine.verify`
 
     def run(self, batch: Batch, strategy: Strategy) -> int:
         """Makes one pass over the batch; returns the number of rows of the target."""

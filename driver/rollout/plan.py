@@ -5,14 +5,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import tlt_ext
 
 from ..common.memory import FLOAT_BYTES
-from ..config.strategy import OFF, Strategy
+from ..config.strategy import OFF, REJECTION, Strategy, parse_strategies
 from ..model.drafter import DraftSpec
 from ..model.spec import ModelSpec
 from ..model.target import LARGE_WEIGHTS, appends, fuses, layer_launches
+
+if TYPE_CHECKING:
+    from ..config.sections import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,11 @@ CHAIN_LAUNCHES = 9  # of torch's, that make a chain and its probabilities for re
 
 @dataclass(frozen=True)
 class GraphCost:
-    """Memory model of a graph, from the launches of its pass.
+    """Memory model of a graph, from the launches of its pass."""
 
-    Args:
-        spec: of the target.
-        loop: whether the pass is repeated inside its graph.
-        rejection: whether learned drafts are verified by rejection.
-    """
-
-    spec: ModelSpec
-    loop: bool = True
-    rejection: bool = False
+    spec: ModelSpec  # of the target
+    loop: bool = True  # the pass is repeated inside its graph
+    rejection: bool = False  # learned drafts are verified by rejection
 
     def nodes(self, cell: Cell) -> int:
         """Upper bound of the launches of a pass."""
@@ -84,16 +82,11 @@ class GraphCost:
 def draft_bytes(
     cells: Iterable[Cell], spec: DraftSpec, number_bytes: int, rejection: bool = False
 ) -> int:
-    """Predicted device memory of learned drafts in graphs, without the executables.
+    """Predicted device memory of learned drafts in graphs, without the executables, in bytes.
 
     It holds static arrays of features for each batch and depth, and the temporaries of the widest
-    level (its layer and its logits), which all graphs share.
-
-    Args:
-        cells: captured graphs.
-        spec: of the drafter.
-        number_bytes: of a feature or an activation.
-        rejection: whether the distributions of all levels are kept for verification.
+    level (its layer and its logits), which all graphs share. Rejection keeps the distributions of
+    all levels.
     """
     learned = [cell for cell in cells if cell.strategy.needs_drafter]
     new_rows = {(cell.batch, cell.strategy.levels + 1) for cell in learned}
@@ -134,24 +127,16 @@ class BucketPlan:
     batches, which gain least, are dropped first.
 
     Args:
-        max_batch: largest number of running requests.
         spec_max_batch: largest batch that may speculate.
         strategies: arms to capture; `off` is always planned.
         spec_buckets: batch sizes of speculation, rising; those above `spec_max_batch` are clipped.
         max_rows: largest number of rows of a speculative pass.
-        cost: the memory model.
         budget_bytes: device memory for the executables; 0 = no limit.
 
     Attributes:
         cells: graphs to capture, largest first, so that later ones reuse memory.
         dropped: graphs that exceed the budget.
         predicted_bytes: of the executables.
-
-    Example:
-        >>> plan = BucketPlan(8, 2, [Strategy.parse("ngram:4,1,5")], [1, 2], 64, cost)
-        >>> plan.find(3, OFF)
-        Cell(batch=4, strategy=Strategy(kind='off', ...))
-        >>> plan.find(3, Strategy.parse("ngram:4,1,5"))   # None: more than spec_max_batch
     """
 
     def __init__(
@@ -184,6 +169,21 @@ class BucketPlan:
         self._buckets: dict[Strategy, list[int]] = {}
         for cell in sorted(kept, key=lambda c: c.batch):
             self._buckets.setdefault(cell.strategy, []).append(cell.batch)
+
+    @staticmethod
+    def of(
+        engine: EngineConfig, buckets: Sequence[int], max_rows: int, spec: ModelSpec, loop: bool
+    ) -> BucketPlan:
+        """The plan of an engine's settings, with the buckets of the bandit."""
+        return BucketPlan(
+            engine.max_batch,
+            engine.spec_max_batch,
+            parse_strategies(engine.strategies),
+            buckets,
+            max_rows,
+            GraphCost(spec, loop, engine.verify == REJECTION),
+            engine.graph_mib << 20,
+        )
 
     def find(self, batch: int, strategy: Strategy) -> Cell | None:
         """The smallest planned graph of the strategy for the batch; None: there is none."""

@@ -15,11 +15,6 @@ from .pages import Admission, Job
 class Prefill:
     """Runs known tokens through the target, as many of a request in a pass as fit.
 
-    Args:
-        model: the target.
-        cache: its keys, values and features are written.
-        chunk: rows of a pass.
-
     Attributes:
         rows: that ran, for any reason.
         recomputed: of them, for requests that had emitted tokens.

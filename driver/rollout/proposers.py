@@ -59,14 +59,7 @@ def _capacity(strategy: Strategy) -> int:
 
 
 def draft_ngrams(nodes: NodeStore, batch: Batch, store: TokenStore, **settings: Any) -> None:
-    """Drafts the tokens that followed a request's last tokens in rows of its prompt.
-
-    Args:
-        nodes: the trees are written here.
-        batch: the running requests.
-        store: their tokens, and those of other requests with their prompts.
-        settings: of `tlt_ext.ngram_propose`.
-    """
+    """Drafts the tokens that followed a request's last tokens in rows of its prompt."""
     store.advance(batch.store_row, batch.context_len)
     tlt_ext.ngram_propose(
         batch.table,
@@ -79,11 +72,7 @@ def draft_ngrams(nodes: NodeStore, batch: Batch, store: TokenStore, **settings: 
 
 
 class NgramProposer(Proposer):
-    """Drafts by n-gram lookup in the request's own tokens and in those of its prompt.
-
-    Args:
-        seed: run seed of the keyed noise.
-    """
+    """Drafts by n-gram lookup in the request's own tokens and in those of its prompt."""
 
     on_device = True
 
@@ -103,29 +92,17 @@ class NgramProposer(Proposer):
 
 
 class DrafterProposer:
-    """What proposers that use the learned model share.
-
-    Args:
-        runner: the learned model.
-    """
+    """What proposers that use the learned model share."""
 
     on_device = True
 
     def __init__(self, runner: DraftRunner) -> None:
         self.runner = runner
+        self.usable, self.lookahead, self.prepare = runner.usable, runner.lookahead, runner.prepare
 
     @property
     def version(self) -> int:
         return self.runner.version
-
-    def usable(self) -> bool:
-        return self.runner.usable()
-
-    def lookahead(self, strategy: Strategy) -> int:
-        return self.runner.lookahead(strategy)
-
-    def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> list[int] | None:
-        return self.runner.prepare(batch, strategy, store)
 
 
 class HybridProposer(DrafterProposer):
@@ -199,7 +176,6 @@ class OracleProposer(Proposer):
     Args:
         answers: request id -> tokens that plain decoding emits.
         vocab_size: wrong siblings are drawn below it; at least 2.
-        seed: of the random branches.
     """
 
     on_device = False  # answers and random numbers are on the host
@@ -261,13 +237,7 @@ class OracleProposer(Proposer):
 def make_proposers(
     seed: int, runner: DraftRunner | None, verify: str = SHARED
 ) -> dict[str, Proposer]:
-    """The proposers of an engine, by the name of their kind.
-
-    Args:
-        seed: of the run's keyed noise.
-        runner: of the drafter; None = there is none, and no proposer that needs it.
-        verify: `engine.verify`.
-    """
+    """The proposers of an engine by the name of their kind; without a runner those without one."""
     made: dict[Kind, Proposer] = {NGRAM: NgramProposer(seed)}
     if runner is not None and verify == REJECTION:
         made |= {LEARNED: ChainProposer(runner)}

@@ -28,14 +28,7 @@ class Rebalancer(RequestSource):
     """One rank's part in merging the tails of each rollout.
 
     Args:
-        world: the ranks, more than one.
         most: largest number of requests that a rank hands over.
-        max_batch: requests of a batch.
-
-    Example:
-        >>> rebalancer.start(step, 0)         # on every rank, before its rollout
-        >>> rebalancer.exchange(scheduler)    # between its bursts, until it ends
-        []
     """
 
     def __init__(self, world: World, most: int, max_batch: int) -> None:

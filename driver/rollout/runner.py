@@ -85,13 +85,7 @@ class Burst:
 
 
 class PassRunner:
-    """Launches passes, as graphs if there are any, else op by op.
-
-    Args:
-        program: the pass.
-        state, ring: its inputs and results.
-        graphs: None: there are none.
-    """
+    """Launches passes, as graphs if there are any, else op by op."""
 
     def __init__(
         self,
@@ -172,8 +166,6 @@ class PassRunner:
         """Makes passes until requests finish, pages run short or `limit` passes were made.
 
         Args:
-            count: running requests.
-            strategy: of the passes.
             limit: passes, at most `most_passes`.
             ends: finished requests that end the burst, at most `spare`.
             meanwhile: called after the launch, or before a pass launched op by op; returns whether

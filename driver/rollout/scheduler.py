@@ -14,17 +14,10 @@ from .request import Request, RunningRequest
 FREE_SHARE = 1 / 8  # of the running requests that finish before waiting ones are admitted
 
 
-def never(state: RunningRequest) -> bool:
-    """No request is continued by a tool."""
-    return False
-
-
 class Scheduler:
     """Continuous batching: requests wait, run, and may pause while a tool answers their last turn.
 
     Args:
-        pool: pages of the KV cache.
-        page_size: slots of a page.
         max_batch: largest number of running requests.
         max_len: largest number of tokens of a request, prompt included.
         spec_max_batch: largest batch that may speculate.
@@ -32,11 +25,9 @@ class Scheduler:
             freed by `release`, or when they are needed; without it, as soon as a request finishes.
 
     Attributes:
-        running: oldest first.
         paused: finished turns that a tool may continue; they hold pages while there are enough.
         adopted: requests begun by another engine.
         prompt_tokens: of each prompt once, to be prefilled.
-        preemptions: so far.
     """
 
     def __init__(
@@ -179,9 +170,6 @@ class Scheduler:
     def reserve(self, lookahead: int, burst: int) -> list[RunningRequest]:
         """Grants pages for the next burst, at least for its first pass; preempts if it must.
 
-        Args:
-            lookahead, burst: as for `grant`.
-
         Returns:
             The preempted requests, the youngest first. They are recomputed later, to the same
             tokens.
@@ -273,9 +261,6 @@ class Scheduler:
 
         That is the case if a smaller graph can take over, if waiting requests can be admitted, or
         if the batch may speculate from then on.
-
-        Args:
-            spare: finished requests after which a smaller graph can take over.
         """
         count = len(self.running)
         if self.waiting:
@@ -292,19 +277,12 @@ class Scheduler:
     ) -> None:
         """Adds what a burst emitted.
 
-        Args:
-            states: of the requests, by row.
-            rows: of `tlt_ext.PassRing.collect`.
-            strategy: of the burst.
-            version: of the drafter, 0 = not a learned one.
-
         Raises:
             RuntimeError: a pass emitted nothing, so that the rollout would never end.
         """
         for state, row in zip(states, rows, strict=True):
             if not state.finish:  # else in an earlier burst
-                tokens, logprobs, counts, finish, status = row
-                state.append(tokens, logprobs, counts, finish, status, strategy, version)
+                state.append(*row, strategy, version)
 
     def set_draft_lens(
         self, states: Sequence[RunningRequest], lengths: Sequence[int], version: int
@@ -313,15 +291,12 @@ class Scheduler:
         for state, length in zip(states, lengths, strict=True):
             state.draft_len, state.draft_version = length, version
 
-    def retire(self, goes_on: Callable[[RunningRequest], bool] = never) -> list[RunningRequest]:
-        """Takes finished requests out of the batch and returns them.
-
-        Args:
-            goes_on: whether a tool may continue a request, which pauses then.
-        """
+    def retire(
+        self, goes_on: Callable[[RunningRequest], bool] = lambda state: False
+    ) -> list[RunningRequest]:
+        """Takes finished requests out of the batch and returns them; pauses those that go on."""
         done = [s for s in self.running if s.finish]
-        if done:
-            self.running = [s for s in self.running if not s.finish]
+        self.running = [s for s in self.running if not s.finish]
         for state in done:
             if goes_on(state):
                 self.paused.append(state)

@@ -36,11 +36,7 @@ WORDS_PER_REQUEST = (
 
 @dataclass(frozen=True)
 class Batch:
-    """The first B rows of the state. Rows past the running requests are inert: slot -1, no pages.
-
-    Attributes:
-        running: the requests, which may be fewer than B.
-    """
+    """The first B rows of the state: requests, then inert rows (slot -1, no pages)."""
 
     running: list[RunningRequest]
     request: Tensor  # int64 [B], key of the noise
@@ -109,11 +105,7 @@ class BatchState:
     """Static arrays over `max_batch` rows.
 
     Args:
-        max_batch: largest number of running requests.
         max_pages: largest number of pages of a request, rows in flight included.
-        page_size: KV slots of a page.
-        store: the tokens of the requests.
-        device: where the passes run.
         draft_temperature: of learned drafts, relative to that of the request.
     """
 
@@ -190,7 +182,8 @@ class BatchState:
             self._columns["granted"][row] = pages * self.page_size
         if moved:
             self._upload_column("granted")
-            self._upload_table(len(self.running))
+            count = len(self.running)
+            self._copy(self.block_table[:count], self._host_table[:count])
 
     def update_num_new(self) -> None:
         """Uploads how many entries the drafter has yet to write, and nothing else."""
@@ -203,9 +196,6 @@ class BatchState:
 
         A request keeps its row unless that is past the last one, so little changes when one of many
         requests finishes. Requests without a row of the token store get one.
-
-        Returns:
-            Their rows.
         """
         new = set(self.store.take(running))
         self.running[:] = self._arranged(running)
@@ -244,15 +234,13 @@ class BatchState:
 
     def _assign(self, row: int, state: RunningRequest) -> None:
         """Writes the columns that stay constant while the request has this row."""
-        request, slot = state.request, self.store.slot(state)
-        params, stops = request.params, request.params.stop_ids
-        self._columns["slot"][row] = self._columns["store_row"][row] = slot
-        self._columns["request"][row] = request.id
-        self._columns["temperature"][row] = params.temperature
-        self._columns["draft_temperature"][row] = self.draft_temperature * params.temperature
-        self._columns["top_k"][row] = params.top_k
-        self._columns["top_p"][row] = params.top_p
-        self._put("stop_ids", row, stops)
+        slot, columns, params = self.store.slot(state), self._columns, state.request.params
+        columns["slot"][row] = columns["store_row"][row] = slot
+        columns["request"][row] = state.request.id
+        columns["temperature"][row] = params.temperature
+        columns["draft_temperature"][row] = self.draft_temperature * params.temperature
+        columns["top_k"][row], columns["top_p"][row] = params.top_k, params.top_p
+        self._put("stop_ids", row, params.stop_ids)
         self._assigned[row], self._slots[row], self._group_versions[row] = state, slot, 0
 
     def _put_pages(self, row: int, pages: list[int]) -> int:
@@ -285,17 +273,15 @@ class BatchState:
 
     def upload(self, count: int) -> None:
         """Copies the mirrors to the device, of the block table only the first `count` rows."""
-        if self._words is not self._host:
-            self._words.copy_(self._host, non_blocking=True)
-        self._upload_table(count)
+        self._copy(self._words, self._host)
+        self._copy(self.block_table[:count], self._host_table[:count])
 
     def _upload_column(self, name: str) -> None:
-        if self._words is not self._host:
-            self._arrays[name].copy_(self._host_arrays[name], non_blocking=True)
+        self._copy(self._arrays[name], self._host_arrays[name])
 
-    def _upload_table(self, count: int) -> None:
+    def _copy(self, to: Tensor, mirror: Tensor) -> None:
         if self._words is not self._host:
-            self.block_table[:count].copy_(self._host_table[:count], non_blocking=True)
+            to.copy_(mirror, non_blocking=True)
 
     # ---- arrays ---------------------------------------------------------------------------------
 

@@ -66,12 +66,9 @@ class RolloutStats:
                 setattr(self, item.name, getattr(self, item.name) + getattr(later, item.name))
 
     def add_burst(self, burst: Burst, begin_s: float, trace: bool = True) -> None:
-        """Adds a burst.
+        """Adds a burst that began `begin_s` seconds after the rollout.
 
-        Args:
-            burst: its passes.
-            begin_s: seconds from the start of the rollout to its begin.
-            trace: keep its course too, whose size grows with every pass.
+        Without `trace` its course is left out, whose size grows with every pass.
         """
         emitted, active, request_passes = burst.total, burst.active, burst.request_passes
         self.target_passes += burst.passes
@@ -119,9 +116,7 @@ class RolloutStats:
     def side_by_side(parts: Sequence[RolloutStats], own: int) -> RolloutStats:
         """Concurrent rollouts of several ranks: counters are added, the longest time is taken.
 
-        Args:
-            parts: of each rank.
-            own: the rank whose trace and bursts are kept.
+        The trace and the bursts are those of rank `own`.
         """
         total = RolloutStats()
         for part in parts:

@@ -32,8 +32,6 @@ class TokenStore:
 
     Args:
         num_slots: rows; at least as many as requests run at once.
-        max_len: largest number of tokens of a request, prompt included.
-        device: where the passes run.
 
     Attributes:
         tokens: int32 [slots, max_len].

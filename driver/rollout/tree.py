@@ -50,10 +50,8 @@ class NodeStore:
     """Static arrays of all drafted nodes of a batch and of the tree selected among them.
 
     Args:
-        batch: requests.
         capacity: nodes of a request, root included.
         num_verify: largest number of verified rows of a request.
-        device: where the drafter runs.
     """
 
     def __init__(
@@ -81,11 +79,7 @@ class NodeStore:
         self.count.fill_(1)
 
     def select(self, root_position: Tensor) -> Tree:
-        """The root and its `num_verify - 1` best connected nodes.
-
-        Args:
-            root_position: int32 [B].
-        """
+        """The roots, at int32 [B], and the `num_verify - 1` best connected nodes of each."""
         tokens, parents, position, source = self._rows
         tree = Tree(tokens, parents, position, self._ancestors, self._row_start)
         tlt_ext.select_nodes(

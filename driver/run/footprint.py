@@ -17,7 +17,7 @@ from ..common.host_copies import held_bytes
 from ..common.memory import FLOAT_BYTES
 from ..common.tensor_parallel import TensorParallel
 from ..config.load import Config
-from ..config.strategy import MAX_DRAFTED, REJECTION, parse_strategies
+from ..config.strategy import MAX_DRAFTED, REJECTION
 from ..model import tiny
 from ..model.fetch import SMOLLM2_CONFIG, is_smollm2
 from ..model.spec import DTYPES, ModelSpec
@@ -25,7 +25,7 @@ from ..policy import logprobs
 from ..policy.packed_forward import LONG_TOKENS
 from ..policy.weights import MOMENTS, PART_NUMBERS
 from ..rollout.pages import pages_for
-from ..rollout.plan import BucketPlan, GraphCost, draft_bytes
+from ..rollout.plan import BucketPlan, draft_bytes
 from ..rollout.state import WORDS_PER_REQUEST
 from ..rollout.token_store import HISTORY, TokenStore
 from ..session.parts import Parts, build_parts
@@ -302,22 +302,16 @@ def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str,
         held["feature pages"] = held_bytes(cache.features)
         held |= _drafter_parts(config, parts, prompt_len)
     if config.run.device != "cpu" and engine.graphs != "off":
-        rejection = engine.verify == REJECTION
-        cost = GraphCost(spec, engine.graphs != "pass", rejection)
-        limits = engine.max_batch, engine.spec_max_batch
-        arms = parse_strategies(engine.strategies)
-        plan = BucketPlan(
-            *limits,
-            arms,
-            config.bandit.buckets,
-            engine.spec_max_rows or target.max_rows,
-            cost,
-            engine.graph_mib << 20,
-        )
+        most = engine.spec_max_rows or target.max_rows
+        plan = BucketPlan.of(engine, config.bandit.buckets, most, spec, engine.graphs != "pass")
         held[GRAPHS] = plan.predicted_bytes
         if parts.runner is not None:
-            size = target.dtype.itemsize
-            held["drafts in graphs"] = draft_bytes(plan.cells, parts.runner.spec, size, rejection)
+            held["drafts in graphs"] = draft_bytes(
+                plan.cells,
+                parts.runner.spec,
+                target.dtype.itemsize,
+                rejection=engine.verify == REJECTION,
+            )
     return held
 
 
