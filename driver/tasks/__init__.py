@@ -3,85 +3,53 @@
 from __future__ import annotations
 
 import difflib
+from importlib import import_module
+from typing import Any
 
 from ..common.errors import UserError
+from ..config.sections import TaskConfig
 from .base import Prompt, Split, Task
 
-__all__ = ["TASK_NAMES", "Prompt", "Split", "Task", "check_task_name", "make_task"]
+__all__ = ["TASKS", "Prompt", "Split", "Task", "check_task_name", "make_task"]
 
-TASK_NAMES = (
-    "sums", "puzzles", "questions", "addition", "multiplication", "calculator", "jsonl",
-    "reasoning_gym",
-)  # fmt: skip
+# Name -> module, class, and the fields of `TaskConfig` that the class takes.
+TASKS = {
+    "sums": ("sums", "SumsTask", ["difficulty"]),
+    "puzzles": ("puzzles", "PuzzlesTask", ["difficulty"]),
+    "questions": ("questions", "QuestionsTask", []),
+    "addition": ("fewshot", "FewShotTask", ["name", "difficulty", "shots"]),
+    "multiplication": ("fewshot", "FewShotTask", ["name", "difficulty", "shots"]),
+    "calculator": ("calculator", "CalculatorTask", ["difficulty"]),
+    "jsonl": ("jsonl", "JsonlTask", ["path", "shots"]),
+    "reasoning_gym": ("reasoning_gym", "ReasoningGymTask", ["path"]),
+}
 
 
-def make_task(
-    name: str,
-    *,
-    path: str = "",
-    shots: int = 4,
-    difficulty: int = 1,
-    chat_template: str = "auto",
-) -> Task:
-    """Builds a task from the fields of `TaskConfig`: `make_task(**asdict(config.task))`.
-
-    Args:
-        name: one of `TASK_NAMES`, or a task of the user: `module:Class` or `path/to/file.py:Class`.
-        path: jsonl: the file with question/answer lines; reasoning_gym: the name of the data set.
-        shots: addition, multiplication, jsonl: number of worked examples before the question.
-        difficulty: sums: the start has `difficulty` + 2 digits; puzzles, addition, multiplication:
-            the terms have `difficulty` + 1 digits; calculator: they have `difficulty` digits.
-        chat_template: ignored; see `driver.model.prompts.PromptEncoder`.
-
-    Returns:
-        The task. Fields that the task does not use are ignored.
+def make_task(name: str, **options: Any) -> Task:
+    """The task of `TaskConfig(name, **options)`; fields that it does not use are ignored.
 
     Raises:
         UserError: unknown name, unreadable file, missing package; the line says what to do.
     """
+    config = TaskConfig(name, **options)
     check_task_name(name)
-    # Each import is in its branch, so that a task's dependencies load only with it.
-    if name == "sums":
-        from .sums import SumsTask
+    if name not in TASKS:
+        from .own import own_task
 
-        return SumsTask(difficulty)
-    if name == "puzzles":
-        from .puzzles import PuzzlesTask
-
-        return PuzzlesTask(difficulty)
-    if name == "questions":
-        from .questions import QuestionsTask
-
-        return QuestionsTask()
-    if name in ("addition", "multiplication"):
-        from .fewshot import FewShotTask
-
-        return FewShotTask(name, difficulty + 1, shots)
-    if name == "calculator":
-        from .calculator import CalculatorTask
-
-        return CalculatorTask(difficulty)
-    if name == "jsonl":
-        from .jsonl import JsonlTask
-
-        return JsonlTask(path, shots)
-    if name == "reasoning_gym":
-        from .reasoning_gym import ReasoningGymTask
-
-        return ReasoningGymTask(path)
-    from .own import own_task
-
-    return own_task(name)
+        return own_task(name)
+    module, kind, fields = TASKS[name]  # the dependencies of a task load only with it
+    make = getattr(import_module(f".{module}", __package__), kind)
+    return make(*(getattr(config, field) for field in fields))
 
 
 def check_task_name(name: str) -> None:
     """Rejects a name that `make_task` would reject, without importing a task.
 
     Raises:
-        UserError: it is neither in `TASK_NAMES` nor a task of the user.
+        UserError: it is neither in `TASKS` nor a task of the user.
     """
-    if name not in TASK_NAMES and ":" not in name:
-        near = difflib.get_close_matches(name, TASK_NAMES, n=1)
+    if name not in TASKS and ":" not in name:
+        near = difflib.get_close_matches(name, TASKS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        names = ", ".join(TASK_NAMES)
+        names = ", ".join(TASKS)
         raise UserError(f"task.name={name}: unknown task; {hint}expected one of {names}")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from fractions import Fraction
-from typing import Any
 
-from ..common.errors import UserError
 from .base import may_go_on
 
 MARK = "####"
@@ -34,8 +31,7 @@ def final_answer(text: str, finished: bool = True) -> str | None:
 
     Args:
         text: a response or a worked answer.
-        finished: whether the text is complete. Otherwise an answer that may be incomplete does not
-            count.
+        finished: False = the text was cut, and an answer that may be incomplete does not count.
 
     Returns:
         The answer without decoration, or None if the text states none.
@@ -47,7 +43,7 @@ def final_answer(text: str, finished: bool = True) -> str | None:
     before, mark, after = text.partition(MARK)
     if not mark:
         boxed = before.rpartition("\\boxed")
-        found = _BOXED.match("\\boxed" + _balanced(boxed[2])) if boxed[1] else None
+        found = _BOXED.match("\\boxed" + _in_braces(boxed[2])) if boxed[1] else None
         return _undecorated(found[1]) if found else None
     line, newline, _ = after.lstrip().partition("\n")
     if not finished and not newline:
@@ -57,8 +53,7 @@ def final_answer(text: str, finished: bool = True) -> str | None:
     return _undecorated(line) or None
 
 
-def _balanced(text: str) -> str:
-    """The first group in braces."""
+def _in_braces(text: str) -> str:
     depth = 0
     for at, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")
@@ -83,13 +78,9 @@ def _undecorated(text: str) -> str:
 
 
 def number_of(answer: str) -> Fraction | None:
-    """The value of an answer that is one number, with an optional currency, percent sign or unit.
+    """The exact value of an answer that is one number, or None.
 
-    Args:
-        answer: from `final_answer`.
-
-    Returns:
-        The exact value, or None for any other answer, such as `42/2x`, `42k` or `1,2`.
+    A currency, percent sign or unit may stand beside it; `42/2x`, `42k` and `1,2` are no numbers.
 
     Example:
         >>> number_of("-$1,018.50"), number_of("2/6"), number_of("1e3 apples"), number_of("42k")
@@ -112,9 +103,7 @@ def number_of(answer: str) -> Fraction | None:
 
 
 def equal_answers(gold: str, answer: str) -> bool:
-    """Whether an answer equals the gold answer: as numbers, as expressions, or as text.
-
-    Expressions are compared by math-verify, within its time limits.
+    """Whether an answer equals the gold answer: as numbers, as text, or as expressions.
 
     Args:
         gold, answer: from `final_answer` of the worked answer and of a response.
@@ -123,7 +112,7 @@ def equal_answers(gold: str, answer: str) -> bool:
         >>> equal_answers("1/2", "0.5"), equal_answers("1/2", "1/3"), equal_answers("blue", "Blue")
         (True, False, True)
 
-    Source: Math-Verify (Hugging Face) for expressions.
+    Source: Math-Verify (Hugging Face), which compares expressions within its time limits.
     """
     left, right = number_of(gold), number_of(answer)
     if left is not None and right is not None:
@@ -132,9 +121,10 @@ def equal_answers(gold: str, answer: str) -> bool:
         return True
     if not (_is_expression(gold) and _is_expression(answer)):
         return False
-    verifier = _verifier()
-    parsed = [verifier.parse(f"${x.strip('$')}$") for x in (gold, answer)]
-    return all(parsed) and bool(verifier.verify(*parsed))
+    import math_verify  # here: it takes a second
+
+    parsed = [math_verify.parse(f"${x.strip('$')}$") for x in (gold, answer)]
+    return all(parsed) and bool(math_verify.verify(*parsed))
 
 
 def _as_text(answer: str) -> str:
@@ -142,18 +132,6 @@ def _as_text(answer: str) -> str:
 
 
 def _is_expression(answer: str) -> bool:
-    """Whether an answer is an expression, not words, which would parse as products of letters."""
+    # Words would parse as products of letters.
     without_commands = re.sub(r"\\[A-Za-z]+", "", answer)
     return ":" not in answer and not re.search(r"[A-Za-z]{2}", without_commands)
-
-
-@functools.cache
-def _verifier() -> Any:
-    try:
-        import math_verify
-    except ImportError:
-        raise UserError(
-            "task.name=jsonl: answers that are expressions need the package math-verify;"
-            " pip install 'math-verify[antlr4_9_3]'"
-        ) from None
-    return math_verify

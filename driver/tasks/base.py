@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Split = Literal["train", "eval"]
 
-# One problem in eight is held out. The text decides, so that no problem is in both splits.
+# One problem in eight is held out. Its text decides, so that no problem is in both splits.
 HELD_OUT_ONE_IN = 8
 
 
@@ -26,10 +25,10 @@ class Prompt:
 class Task(Protocol):
     """A source of prompts and rewards.
 
-    `stop` lists texts that end a response, in addition to the model's end token (few-shot prompts
-    of a base model need one). Texts that are one token of the model become stop ids, unless prompts
-    use a chat template. `is_message` means that prompts are messages to a chat model, not texts to
-    continue.
+    Attributes:
+        stop: texts of one token that end a response, besides the model's end token; not used with
+            a chat template.
+        is_message: prompts are messages to a chat model, not texts to continue.
     """
 
     name: str
@@ -44,10 +43,10 @@ class Task(Protocol):
         """Reward of a response.
 
         Args:
-            prompt: the prompt of the response.
+            prompt: of the response.
             response: its text, without the end token.
-            finished: whether the model ended it. Otherwise the length limit cut it, and an answer
-                that may be incomplete does not count.
+            finished: False = the length limit cut it; an answer that may be incomplete does not
+                count.
         """
         ...
 
@@ -56,18 +55,14 @@ class Task(Protocol):
         return True
 
     def respond(self, prompt: Prompt, turn: int, text: str) -> str | None:
-        """The answer of a tool or an environment to a turn of the model; for several threads.
+        """The answer of a tool to a turn, as plain text, or None if the turn ends the response.
 
-        The answer follows the turn as plain text, and the model goes on after it. Tokens are equal
-        in each rollout only if equal arguments get equal answers.
+        Called in several threads. Equal arguments must get equal answers.
 
         Args:
-            prompt: the prompt of the response.
-            turn: number of the turn, from 0.
+            prompt: of the response.
+            turn: its number, from 0.
             text: of the turn, with the stop text that ended it, without the model's end token.
-
-        Returns:
-            The answer, or None if the turn ends the response.
         """
         return None
 
@@ -97,41 +92,21 @@ class Task(Protocol):
 
 
 def held_out(problem: str) -> bool:
-    """Whether a problem, identified by a text, belongs to the eval split.
-
-    Returns:
-        True for one text in `HELD_OUT_ONE_IN`, the same in every run and on every machine.
-    """
+    """Whether a problem, identified by a text, belongs to the eval split of every run."""
     digest = hashlib.blake2b(problem.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
 
 def prompt_id(task: str, split: Split, index: int) -> str:
-    """The id of a prompt, "<task>/<split>/<index>".
-
-    Raises:
-        ValueError: unknown split or negative index.
-    """
-    if split not in ("train", "eval"):
-        raise ValueError(f"split: expected train or eval, got {split!r}")
-    if index < 0:
-        raise ValueError(f"index: expected at least 0, got {index}")
+    """The id of a prompt, "<task>/<split>/<index>"."""
     return f"{task}/{split}/{index}"
 
 
 def may_go_on(rest: str) -> bool:
-    """Whether a number at the end of a cut response may be incomplete.
-
-    Args:
-        rest: the rest of the response's line after the number, its line end included.
+    """Whether a number in a cut response may be incomplete, by the rest of its line.
 
     Example:
         >>> may_go_on(""), may_go_on("."), may_go_on(" apples"), may_go_on("\\n")
         (True, True, False, False)
     """
     return "\n" not in rest and not rest.strip(" .,")
-
-
-def generator(id: str) -> random.Random:
-    """The random generator of one prompt; text seeds give the same numbers on every machine."""
-    return random.Random(id)

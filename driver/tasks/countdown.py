@@ -18,11 +18,7 @@ _STEP = re.compile(r"([0-9]{1,6})([-+*])([0-9]{1,6})=([0-9]{1,6})")
 
 
 def combine(a: int, b: int) -> Iterator[tuple[str, int]]:
-    """The possible results of two numbers, the larger one first.
-
-    Yields:
-        (`a sign b`, value), without zeros, and products only up to `TABLE`.
-    """
+    """(`a sign b`, value) of two numbers, larger one first; no zeros, products up to `TABLE`."""
     yield f"{a}+{b}", a + b
     if a != b:
         yield f"{a}-{b}", a - b
@@ -73,7 +69,7 @@ def search(
         max_lines: limit of the lines.
 
     Returns:
-        lines, and the steps that reach the target, empty without a hit.
+        Lines, and the steps that reach the target, empty without a hit.
 
     Raises:
         TooLong: no hit within `max_lines`.

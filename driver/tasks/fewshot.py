@@ -6,7 +6,7 @@ import operator
 import random
 import re
 
-from .base import Prompt, Split, Task, generator, held_out, may_go_on, prompt_id
+from .base import Prompt, Split, Task, held_out, may_go_on, prompt_id
 
 _OPERATIONS = {"addition": ("+", operator.add), "multiplication": ("*", operator.mul)}
 # ASCII digits only: int() would also read the digits of other scripts.
@@ -18,27 +18,25 @@ class FewShotTask(Task):
 
     Args:
         name: "addition" or "multiplication".
-        digits: digits of each operand; one-digit operands include 0.
+        difficulty: each operand has `difficulty` + 1 digits.
         shots: number of solved lines before the question; none is a held-out problem.
 
     Example:
-        >>> task = FewShotTask("addition", digits=1, shots=0)
+        >>> task = FewShotTask("addition", shots=0)
         >>> task.reward(Prompt("0", "3 + 4 =", "7"), " 7\\n1 + 1 = 2")
         1.0
     """
 
     stop: tuple[str, ...] = ("\n",)
 
-    def __init__(self, name: str, digits: int = 2, shots: int = 4) -> None:
-        self.name = name
-        self.shots = shots
+    def __init__(self, name: str, difficulty: int = 1, shots: int = 4) -> None:
+        self.name, self.shots = name, shots
         self.sign, self.operation = _OPERATIONS[name]
-        self.low = 0 if digits == 1 else 10 ** (digits - 1)
-        self.high = 10**digits - 1
+        self.low, self.high = 10**difficulty, 10 ** (difficulty + 1) - 1
 
     def prompt(self, split: Split, index: int) -> Prompt:
         id = prompt_id(self.name, split, index)
-        draw = generator(f"{id}/{self.low}-{self.high}")
+        draw = random.Random(f"{id}/{self.low}-{self.high}")
         problem, answer = self._problem(draw, eval_split=split == "eval")
         lines: list[str] = []
         while len(lines) < self.shots:
@@ -50,7 +48,7 @@ class FewShotTask(Task):
     def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
         line = response.lstrip().partition("\n")
         found = _INTEGER.search(line[0])
-        if found is None or not (finished or not may_go_on(line[0][found.end() :] + line[1])):
+        if found is None or (not finished and may_go_on(line[0][found.end() :] + line[1])):
             return 0.0
         # Compared as text without leading zeros, because integers may have thousands of digits.
         return float(_plain(found.group()) == prompt.answer)

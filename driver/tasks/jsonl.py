@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import random
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from ..common.errors import UserError
 from ..common.storage import user_path
 from .answers import MARK, equal_answers, final_answer
-from .base import HELD_OUT_ONE_IN, Prompt, Split, Task, generator, prompt_id
+from .base import HELD_OUT_ONE_IN, Prompt, Split, Task, prompt_id
 
 
 class Line(NamedTuple):
@@ -24,11 +25,9 @@ class Line(NamedTuple):
 
 
 class JsonlTask(Task):
-    """Questions from a file; the reward compares the answer after the first `####`, or in a box.
+    """Questions from a file; the reward compares final answers by `answers.equal_answers`.
 
-    Answers are compared as numbers, as expressions or as text (`answers.equal_answers`). Without an
-    answer the reward is 0. Each pass over the lines of a split has a different random order, the
-    same in every run.
+    Each pass over the lines of a split has a different random order, the same in every run.
 
     Args:
         path: a `.jsonl` file, of which every eighth line is held out, or a folder with
@@ -116,19 +115,12 @@ class JsonlTask(Task):
 def _order(split: Split, epoch: int, count: int) -> list[int]:
     """The order of `count` lines in a pass over them."""
     order = list(range(count))
-    generator(f"jsonl/{split}/{epoch}").shuffle(order)
+    random.Random(f"jsonl/{split}/{epoch}").shuffle(order)
     return order
 
 
 def read_jsonl(path: Path) -> list[Line]:
-    """Reads and checks a question/answer file.
-
-    Args:
-        path: each line is a JSON object with the strings `question` and `answer`; blank lines are
-            skipped.
-
-    Returns:
-        The lines; each worked answer has a final answer.
+    """The lines of a file: JSON objects with the texts `question` and `answer`, or blank.
 
     Raises:
         UserError: the file or a line is invalid; the message names both.

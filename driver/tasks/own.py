@@ -89,8 +89,8 @@ def own_task(name: str) -> OwnTask:
     """Imports and creates a task of the user.
 
     Args:
-        name: `module:Class` or `path/to/file.py:Class`. The class is called without arguments. The
-            current folder is searched too.
+        name: `module:Class`, also of the current folder, or `path/to/file.py:Class`. The class is
+            called without arguments.
 
     Raises:
         UserError: the module cannot be imported, or the task cannot be created.

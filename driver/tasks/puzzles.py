@@ -7,10 +7,10 @@ follows a power law and the position of a search's first hit varies as much.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import countdown, stories
-from .base import Prompt, Split, Task, generator, held_out, prompt_id
+from .base import Prompt, Split, Task, held_out, prompt_id
 
 # Share of each kind.
 MIX = {"sum": 0.2, "story": 0.15, "easy": 0.1, "near": 0.25, "far": 0.25, "wide": 0.05}
@@ -28,21 +28,19 @@ MARK = "=> "  # before the final answer
 NOTHING = "none"  # the answer of a search that overlooked every hit
 
 
-@dataclass(frozen=True)
-class _Search:
+class _Search(NamedTuple):
     """A countdown problem: the counterpart of `stories.Chain`."""
 
     text: str
-    numbers: tuple[int, ...]
+    numbers: list[int]
     target: int
 
 
 class PuzzlesTask(Task):
     """Three kinds of problems; the reward is 1 if the answer after the last `=>` is right.
 
-    The answer of a sum or a story is a number. The answer of a countdown is a list of steps that
-    use every number once and end at the target, `=> 3+2=5, 9+5=14`. The steps are checked, so any
-    solution counts. The text before the mark is ignored.
+    The answer of a sum or a story is a number, that of a countdown any steps that use every number
+    once and end at the target, `=> 3+2=5, 9+5=14`.
 
     Args:
         difficulty: the terms of sums have up to `difficulty` + 1 digits.
@@ -80,7 +78,7 @@ class PuzzlesTask(Task):
 
     def demonstration(self, prompt: Prompt) -> str:
         """A solution with random errors: wrong results, overlooked hits, wrong hits."""
-        problem, draw = self._problem(prompt.id), generator(f"{prompt.id}/slips")
+        problem, draw = self._problem(prompt.id), random.Random(f"{prompt.id}/slips")
         if isinstance(problem, _Search):
             # With five numbers, the next hit may be thousands of lines later.
             overlook = OVERLOOK_RATE if len(problem.numbers) < 5 else 0.0
@@ -100,7 +98,7 @@ class PuzzlesTask(Task):
         return "\n".join([*lines, MARK + (final or NOTHING)])
 
     def _problem(self, id: str) -> _Search | stories.Chain:
-        draw, eval_split = generator(f"{id}/{self.digits}"), id.split("/")[1] == "eval"
+        draw, eval_split = random.Random(f"{id}/{self.digits}"), id.split("/")[1] == "eval"
         kind = draw.choices(list(MIX), list(MIX.values()))[0]
         while True:
             problem = self._draw(draw, kind)
@@ -120,7 +118,7 @@ class PuzzlesTask(Task):
             except countdown.TooLong:
                 return None
         text = f"Numbers: {' '.join(map(str, numbers))}\nTarget: {target}\n"
-        return _Search(text, tuple(numbers), target)
+        return _Search(text, numbers, target)
 
 
 def _slip(draw: random.Random, result: int) -> int:

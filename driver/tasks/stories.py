@@ -43,10 +43,7 @@ class Chain:
         return self.work()[1]
 
     def work(self, slip: Callable[[int], int] = lambda result: result) -> tuple[list[str], int]:
-        """The lines of a solution, and its result.
-
-        `slip` maps each right result to the written one, which later lines use.
-        """
+        """The lines and the result of a solution; `slip` maps right results to written ones."""
         lines, total = [], self.start
         for move in self.moves:
             value = move.operand

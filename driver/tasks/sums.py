@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from .base import Prompt, Split, Task, generator, held_out, prompt_id
+from .base import Prompt, Split, Task, held_out, prompt_id
 
 # P(addend > k) = k ** -TAIL up to the cap: half of the prompts add 2, one in 23 adds all 24.
 TAIL = 1.0
@@ -37,7 +37,7 @@ class SumsTask(Task):
 
     def prompt(self, split: Split, index: int) -> Prompt:
         id = prompt_id(self.name, split, index)
-        draw = generator(id)
+        draw = random.Random(id)
         while True:
             addend = _draw_addend(draw)
             start = draw.randint(self.low, self.high - addend)
@@ -51,7 +51,7 @@ class SumsTask(Task):
     def demonstration(self, prompt: Prompt) -> str:
         """Counts on with random errors: each step is wrong with probability `SLIP_RATE`."""
         start, _, addend = prompt.text.removesuffix("=").partition("+")
-        draw, total, lines = generator(f"{prompt.id}/slips"), int(start), []
+        draw, total, lines = random.Random(f"{prompt.id}/slips"), int(start), []
         for left in range(int(addend) - 1, -1, -1):
             total += draw.choice(SLIPS) if draw.random() < SLIP_RATE else 1
             lines.append(f"{total}+{left}" if left else str(total))

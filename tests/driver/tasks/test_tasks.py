@@ -1,7 +1,5 @@
 """Tasks: pure prompts, disjoint splits, rewards on odd texts, broken files."""
 
-import dataclasses
-import inspect
 import itertools
 import json
 import re
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from driver.common.errors import UserError
-from driver.config.sections import TaskConfig
 from driver.tasks import Prompt, make_task
 from driver.tasks.answers import final_answer
 from driver.tasks.calculator import MOST_STEPS, calculate
@@ -137,21 +134,16 @@ def test_calculator_demonstrations_call_it_for_each_operation_and_slip_at_their_
         (" (3+4) *-5 ", "-35"),
         ("1/3", "0.333333"),
         ("10/4*2", "5"),
-        ("7%4", "3"),
-        ("2**-2", "0.25"),
-        ("2**64", "18446744073709551616"),
+        ("7%4", "?"),
+        ("2**-2", "?"),
         ("1.5+0.1", "1.6"),
         ("1e9", "?"),
         ("1/0", "?"),
-        ("0**-1", "?"),
         ("9**9**9", "?"),
-        ("2**128", "?"),
-        ("2**0.5", "?"),
-        ("9" * 150, "?"),
-        ("9**60/9**60", "?"),
-        ("-" * 30 + "1", "?"),
+        ("9" * 150, "9" * 150),
+        ("-" * 199 + "1", "-1"),
         ("(" * 99 + "1" + ")" * 99, "1"),
-        ("1+" * 30 + "1", "?"),
+        ("1+" * 99 + "1", "100"),
         ("1" * 201, "?"),
         ("1(2)", "?"),
         ("1,2", "?"),
@@ -241,20 +233,20 @@ def test_sums_reward(response, reward):
     ],
 )
 def test_few_shot_reward(response, reward):
-    task = FewShotTask("addition", digits=1)
+    task = FewShotTask("addition")
     assert task.reward(Prompt("0", "3+4=", "7"), response) == reward
 
 
 def test_few_shot_reward_of_zero():
-    task = FewShotTask("multiplication", digits=1)
+    task = FewShotTask("multiplication")
     prompt = Prompt("0", "0*4=", "0")
     assert task.reward(prompt, "0") == task.reward(prompt, "-0") == 1
     assert task.reward(prompt, "40") == 0
 
 
-@pytest.mark.parametrize(("digits", "low", "high"), [(1, 0, 9), (3, 100, 999)])
-def test_few_shot_form(digits, low, high):
-    task = FewShotTask("multiplication", digits=digits, shots=5)
+@pytest.mark.parametrize(("difficulty", "low", "high"), [(1, 10, 99), (2, 100, 999)])
+def test_few_shot_form(difficulty, low, high):
+    task = FewShotTask("multiplication", difficulty, shots=5)
     for index in range(100):
         *shots, last = task.prompt("eval", index).text.split("\n")
         assert len(shots) == 5
@@ -503,20 +495,9 @@ def test_reasoning_gym_with_too_few_problems(monkeypatch):
             task.prompt(split, 0)
 
 
-def test_options_are_the_fields_of_the_configuration():
-    options = inspect.signature(make_task).parameters
-    fields = {field.name: field.default for field in dataclasses.fields(TaskConfig)}
-    assert list(options) == list(fields)
-    assert all(options[key].default == fields[key] for key in fields if key != "name")
-
-
 def test_mistakes():
     with pytest.raises(UserError, match="task.name=sum: unknown task; did you mean sums"):
         make_task("sum")
-    with pytest.raises(ValueError, match="split: expected train or eval, got 'test'"):
-        make_task("sums").prompt("test", 0)
-    with pytest.raises(ValueError, match="index: expected at least 0, got -1"):
-        make_task("sums").prompt("train", -1)
 
 
 def test_open_questions_have_no_right_answer():
