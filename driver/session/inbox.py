@@ -38,10 +38,7 @@ def check_ids(where: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 class ToolThreads:
-    """Threads that call tools.
-
-    One that hangs does not keep the process from ending, unlike those of `ThreadPoolExecutor`.
-    """
+    """Threads that call tools; one that hangs does not keep the process from ending."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -49,7 +46,6 @@ class ToolThreads:
         self._count = 0
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Calls a function in a thread; for the thread of the rollout."""
         self._calls.put(call)
         if not self._idle.acquire(blocking=False) and self._count < TOOLS:
             self._count += 1
@@ -67,21 +63,15 @@ class ToolThreads:
 
 
 class Ticket(Future[Response]):
-    """A submitted request: the future of its response.
-
-    Attributes:
-        owner: the session, which is referenced as long as the request waits.
-    """
+    """A submitted request: the future of its response."""
 
     def __init__(self, request: Request, on_end: OnEnd | None, inbox: Inbox, owner: Any) -> None:
         super().__init__()
-        self.request, self.on_end, self.owner, self._inbox = request, on_end, owner, inbox
+        self.request, self.on_end, self._inbox = request, on_end, inbox
+        self.owner = owner  # the session, referenced as long as the request waits
 
     def cancel(self) -> bool:
-        """Cancels a waiting request, or aborts a running one between two passes.
-
-        An aborted request has a response with its tokens so far, and `cancel` returns False.
-        """
+        """Cancels a waiting request, or aborts a running one after its burst and returns False."""
         if super().cancel():
             return True
         if not self.done():
@@ -135,7 +125,6 @@ class Inbox(RequestSource):
             self._changed.notify_all()
 
     def cancel(self, ticket: Ticket) -> None:
-        """Aborts a request of the rollout at the end of the burst."""
         with self._changed:
             self._cancelled.add(ticket)
             self._changed.notify_all()
@@ -175,7 +164,7 @@ class Inbox(RequestSource):
     def abort(
         self, chosen: Callable[[Ticket], bool], remove: Callable[[RunningRequest], None]
     ) -> list[tuple[Ticket, Response]]:
-        """Removes requests with their tokens so far; no other thread may use the engine.
+        """Removes chosen requests with their tokens so far; no other thread may use the engine.
 
         Args:
             chosen: whether a request is to end.
@@ -206,7 +195,6 @@ class Inbox(RequestSource):
             ticket.set_exception(error)
 
     def _withdraw(self, chosen: Callable[[Ticket], bool]) -> list[Ticket]:
-        """Removes arrivals from the queue."""
         with self._changed:
             taken = [ticket for ticket in self._arrivals if chosen(ticket)]
             self._arrivals = deque(t for t in self._arrivals if t not in taken)
@@ -263,7 +251,7 @@ class Inbox(RequestSource):
             self._changed.notify_all()
 
     def _give_way(self, scheduler: Scheduler) -> list[RunningRequest]:
-        """Lets other threads change the engine; returns the requests to be computed again."""
+        """Lets other threads change the engine."""
         scheduler.release()  # the drafter's features are those of the old policy
         self.engine.release()
         try:
@@ -275,7 +263,6 @@ class Inbox(RequestSource):
         return scheduler.drop_kv() if lost else []
 
     def _drop(self, scheduler: Scheduler, ticket: Ticket) -> list[RunningRequest]:
-        """Aborts a request, if it has not ended."""
         dropped: list[RunningRequest] = []
 
         def remove(state: RunningRequest) -> None:
@@ -305,7 +292,6 @@ class Inbox(RequestSource):
     def _continue(
         self, scheduler: Scheduler, state: RunningRequest, answer: Future[Sequence[int] | None]
     ) -> list[RunningRequest]:
-        """Gives a paused request its answer; returns it if that ends it with an error."""
         if state not in scheduler.paused:  # aborted, or of a rollout that an error ended
             return []
         try:

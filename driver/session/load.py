@@ -28,10 +28,8 @@ def find_model(config: Config, report: Callable[[str], None] = lambda line: None
     Raises:
         UserError: it cannot be found, or the engine cannot run it.
     """
-    model = config.model
-    if model.path == "tiny":
-        return None
-    return resolve_model(model.path, model.cache, report)
+    path, cache = config.model.path, config.model.cache
+    return None if path == "tiny" else resolve_model(path, cache, report)
 
 
 def load_policy(
@@ -42,8 +40,7 @@ def load_policy(
     Args:
         config: `model.*` and the seed.
         folder: in Hugging Face layout; None = the tiny model, random.
-        mapped: the policy stays in host memory, where the file may be mapped; for a caller that
-            copies its parameters part by part.
+        mapped: the policy stays in host memory, where the file may be mapped.
 
     Raises:
         UserError: the checkpoint is damaged or not supported, there is no usable tokenizer, or the
@@ -118,21 +115,21 @@ def end_ids(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
     A warm-up trains with the tokenizer's end token, so both must end a response. Warns if they
     differ or if there is none.
     """
-    own = tokenizer.eos_token_id
-    if own is None or own in spec.eos_ids:
-        if not spec.eos_ids:
-            warnings.warn(
-                "neither the model nor its tokenizer has an end token: only"
-                " sampling.max_new_tokens ends a response",
-                stacklevel=2,
-            )
-        return spec.eos_ids
+    own, ends = tokenizer.eos_token_id, spec.eos_ids
+    if own is None and not ends:
+        warnings.warn(
+            "neither the model nor its tokenizer has an end token: only sampling.max_new_tokens"
+            " ends a response",
+            stacklevel=2,
+        )
+    if own is None or own in ends:
+        return ends
     warnings.warn(
         f"the end token of the tokenizer is {own}, those of the model's configuration are"
-        f" {list(spec.eos_ids)}: each of them ends a response",
+        f" {list(ends)}: each of them ends a response",
         stacklevel=2,
     )
-    return (*spec.eos_ids, own)
+    return (*ends, own)
 
 
 def spec_of(policy: PreTrainedModel) -> ModelSpec:

@@ -93,7 +93,7 @@ def build_parts(
 
     Args:
         config, spec, weights, longest, parallel: see `build_rollout`.
-        device: device of the parts; `run.device` determines which parts are built.
+        device: of the parts; `run.device` determines which are built.
     """
     engine, arms = config.engine, parse_strategies(config.engine.strategies)
     dtype = getattr(torch, config.model.dtype)
@@ -141,11 +141,9 @@ def build_rollout(
     """The engine of a run with its proposers and spot trainer.
 
     Args:
-        config: `engine.*`, `bandit.*`, `drafter.*`, `spot.*`.
-        spec: of the policy.
-        weights: its tensors; the engine keeps its own fused copy.
-        longest: tokens of the longest request: of tables, and for the automatic size of the page
-            pool.
+        config: of the run or session.
+        spec, weights: of the policy; the engine keeps its own fused copy.
+        longest: tokens of the longest request.
         parallel: the ranks that share the model; None = this rank has all of it.
     """
     check_kernels(config, spec)
@@ -178,11 +176,7 @@ def recorded_features(config: Config, hidden_size: int) -> int:
 
 
 def check_kernels(config: Config, spec: ModelSpec) -> None:
-    """Rejects a shape that the 16-bit kernels of a card do not take.
-
-    Raises:
-        UserError: head size, heads per key-value head, or page size.
-    """
+    """Raises UserError for a shape that the 16-bit kernels of a card do not take."""
     dtype, page_size = config.model.dtype, config.engine.page_size
     if config.run.device == "cpu" or dtype == "float32":
         return
@@ -208,12 +202,7 @@ def check_kernels(config: Config, spec: ModelSpec) -> None:
 def build_drafter(
     shape: DraftSpec, target: TargetModel, seed: int, on_card: bool = False
 ) -> Drafter:
-    """A drafter with random weights, on the device of its target.
-
-    Args:
-        shape, target, seed: of the drafter.
-        on_card: whether a target on the meta device represents one on a card.
-    """
+    """A drafter with random weights; `on_card`: a target on the meta device represents a card's."""
     drafter = Drafter(shape, seed).to(target.device)
     if on_card or target.device.type == "cuda":
         drafter.lm_head.to(target.head.dtype)  # a copy of the target's head, never trained

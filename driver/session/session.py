@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
+from numbers import Integral
 from operator import index
-from types import TracebackType
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -13,12 +16,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ..common.errors import UserError
 from ..common.numbers import shown
 from ..model.prompts import PromptEncoder
-from ..rollout.request import Request, Response, SamplingParams
+from ..rollout.request import Request, Response, SamplingParams, request_id
 from .inbox import OnEnd
 from .parts import Rollout
-from .pretrained import build, configure, load
-from .prompts import Prompt, Prompts
+from .pretrained import build
 from .shared_engine import SharedEngine
+
+Prompt = str | Sequence[int] | Request
 
 
 class Session(SharedEngine):
@@ -51,7 +55,8 @@ class Session(SharedEngine):
         super().__init__(rollout)
         self.encode = encode
         self.params = params or SamplingParams(stop_ids=rollout.target.spec.eos_ids)
-        self._prompts = Prompts(encode, self.params, rollout.target.spec, rollout.engine.cache)
+        self._counting = threading.Lock()
+        self._count = 0  # of the prompts so far, whose request ids follow from it
 
     @classmethod
     def from_pretrained(
@@ -88,30 +93,15 @@ class Session(SharedEngine):
         Raises:
             UserError: a model, drafter or setting that cannot be used.
         """
-        config, state = configure(
-            model,
-            drafter=drafter,
-            train_drafter=train_drafter,
-            device=device,
-            seed=seed,
-            max_batch=max_batch,
-            max_len=max_len,
-            settings=settings,
-        )
-        policy, found = load(model, tokenizer, config)
-        session = cls(*build(policy, found, config, state, shared=policy is model))
+        options = drafter, train_drafter, device, seed, max_batch, max_len, settings
+        session = cls(*build(model, tokenizer, *options))
         session._owned = True
         return session
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ---- responses ------------------------------------------------------------------------------
@@ -138,7 +128,7 @@ class Session(SharedEngine):
         """
         self._check_thread()
         self._check_ready()
-        futures = self._submit(self._prompts.requests(prompts, params, samples), on_end)
+        futures = self._submit(self._requests(prompts, params, samples), on_end)
         try:
             wait(futures)
         except BaseException:  # Ctrl-C
@@ -174,7 +164,7 @@ class Session(SharedEngine):
             UserError: the request can never run.
             SessionClosed: the session is closed.
         """
-        (future,) = self._submit(self._prompts.requests([prompt], params, 1), on_end)
+        (future,) = self._submit(self._requests([prompt], params, 1), on_end)
         return future
 
     def abort(self, ids: Iterable[int] | None = None) -> list[Response]:
@@ -202,4 +192,50 @@ class Session(SharedEngine):
 
     def decode(self, response: Response) -> str:
         """The text of a response, without special tokens."""
-        return self._prompts.decode(response)
+        if self.encode is None:
+            raise UserError("session: there is no tokenizer; give one to from_pretrained")
+        decode: Any = self.encode.tokenizer.decode
+        return decode(response.token_ids, skip_special_tokens=True)
+
+    def _requests(
+        self,
+        prompts: str | Request | Sequence[Prompt],
+        params: SamplingParams | None,
+        samples: int,
+    ) -> list[Request]:
+        if not (isinstance(samples, Integral) and samples > 0):
+            raise UserError(f"samples: must be at least 1, got {shown(samples)}")
+        if not (params is None or isinstance(params, SamplingParams)):
+            raise UserError(f"params: must be SamplingParams, got {shown(params)}")
+        listed = [prompts] if isinstance(prompts, (str, Request)) else prompts
+        if not isinstance(listed, Iterable) or isinstance(listed, (Mapping, bytes)):
+            raise UserError(f"session: prompts must be a list, got {shown(prompts)}")
+        params = params or self.params
+        if not params.stop_ids:
+            params = replace(params, stop_ids=self.params.stop_ids)
+        requests = []
+        for prompt in listed:
+            if isinstance(prompt, Request):
+                made = [prompt]
+            else:
+                ids = self._ids(prompt)
+                with self._counting:
+                    number, self._count = self._count, self._count + 1
+                keys = [request_id("session", 0, str(number), i) for i in range(samples)]
+                made = [Request(key, number, ids, params) for key in keys]
+            self._check(made[:1])
+            requests += made
+        return requests
+
+    def _ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if self.encode is None:
+                raise UserError("session: a text needs a tokenizer; give one to from_pretrained")
+            return self.encode(prompt)
+        try:
+            return tuple(index(token) for token in prompt)
+        except TypeError:
+            raise UserError(
+                f"session: a prompt must be a text, ids or a Request, got {shown(prompt)};"
+                " generate takes a list of prompts"
+            ) from None

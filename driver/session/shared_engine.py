@@ -20,18 +20,13 @@ from ..rollout.observer import Observers, RolloutObserver
 from ..rollout.rebalance import LOOK_S
 from ..rollout.request import Request, Response
 from ..rollout.source import RequestSource
-from .inbox import Inbox, OnEnd, SessionClosed, Ticket
+from .inbox import Inbox, OnEnd, SessionClosed, Ticket, check_ids
 from .load import use_device
 from .parts import Rollout
-from .prompts import check_requests
 
 
 class SharedEngine:
-    """Rollouts in the caller's thread, or in one of its own for submitted requests.
-
-    Args:
-        rollout: the engine and its parts.
-    """
+    """Rollouts in the caller's thread, or in one of its own for submitted requests."""
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
@@ -63,7 +58,7 @@ class SharedEngine:
             record: see `RolloutEngine.generate`.
             observer: called besides the spot trainer.
             source: adds and removes requests.
-            on_end: of the requests, see `submit`; an error in it ends the rollout.
+            on_end: see `Session.submit`; an error in it ends the rollout.
 
         With `engine.tensor_parallel` every rank of a group makes the same call, without `on_end`
         and source: answers and arrivals would come at different passes.
@@ -75,7 +70,7 @@ class SharedEngine:
         inbox = self._inbox
         self._check_thread()
         self._check_ready()  # a rollout that waits for `wake` holds the first lock
-        check_requests(requests, self.rollout.target.spec, self.engine.cache)
+        self._check(requests)
         with self._rolling, self._using:
             self._check_ready()
             self._roller = threading.current_thread()
@@ -222,6 +217,18 @@ class SharedEngine:
             raise UserError(
                 "session: the last update_weights failed halfway; call it again with all weights"
             )
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        """Raises UserError if a request can never run."""
+        spec, cache = self.rollout.target.spec, self.engine.cache
+        checked: set[tuple[int, ...]] = set()
+        for request in requests:
+            if not isinstance(request, Request):
+                raise UserError(f"session: expected a Request, got {shown(request)}")
+            request.check(spec.max_position, cache.page_size, cache.num_pages)
+            if request.prompt_ids not in checked:  # siblings share it
+                check_ids(f"request {request.id}", request.prompt_ids, spec.vocab_size)
+                checked.add(request.prompt_ids)
 
     def _check_open(self) -> None:
         if self._inbox.closed:
