@@ -21,7 +21,6 @@ class WeightAverage:
     warm-up is that of tf.train.ExponentialMovingAverage.
 
     Args:
-        drafter: the trained module.
         horizon: steps; 0 = no average, the weights themselves.
     """
 

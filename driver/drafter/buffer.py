@@ -87,7 +87,6 @@ class DataBuffer:
     Args:
         capacity: tokens held on the device that recorded them.
         keep_long: share of the capacity, and of each batch, given to the previous step.
-        seed: of the sampling.
 
     Attributes:
         longest: tokens of a document that the buffer holds and can keep for the next step.
@@ -113,10 +112,6 @@ class DataBuffer:
         Args:
             count: tokens of the prompt and the response.
             request: id, which determines the place; all places are equally likely.
-
-        Example:
-            >>> DataBuffer(100, 0.25, seed=0).window(20, request=7)
-            (0, 20)
         """
         room = max(0, count - self.longest)
         start = random.Random(f"{self.seed}/window/{request}").randint(0, room)
@@ -173,7 +168,6 @@ class DataBuffer:
             self.kept = []
 
     def clear(self) -> None:
-        """Drops every document; token counts stay."""
         with self.lock:
             self.fresh, self.kept = [], []
 

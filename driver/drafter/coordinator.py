@@ -29,8 +29,6 @@ class Coordinator:
     """One rank's part in the training of each step.
 
     Args:
-        world: the ranks, more than one.
-        spot: this rank's trainer.
         min_ranks: smallest number of idle ranks that train.
 
     Attributes:

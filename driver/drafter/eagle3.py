@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..common.errors import UserError
 from ..common.storage import storage_errors
-from ..model.drafter import DraftSpec
+from ..model.drafter import Drafter, DraftSpec
 from ..model.spec import ModelSpec, read_json, read_rope
 from ..model.target import default_feature_layers
 
@@ -39,38 +39,16 @@ KEYS = (  # all that a loader reads
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the tensors of an exported drafter.
+    """Name -> (shape, dtype) of the tensors of a drafter with this `config.json`.
 
-    Args:
-        config: the folder's `config.json`.
-
-    Returns:
-        Name to (shape, dtype); weights are listed as float32 and may have any float dtype.
-
-    Source: the EAGLE-3 draft layout that vLLM and SGLang load.
+    Weights are listed as float32 and may have any float dtype.
     """
-    hidden, middle, heads, kv, dim = (config[key] for key in SIZES)
-    size = config["draft_vocab_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, 3 * hidden),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (size, hidden),
-        "midlayer.self_attn.q_proj.weight": (heads * dim, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (kv * dim, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (kv * dim, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, heads * dim),
-        "midlayer.mlp.gate_proj.weight": (middle, hidden),
-        "midlayer.mlp.up_proj.weight": (middle, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, middle),
-        "midlayer.input_layernorm.weight": (hidden,),
-        "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.post_attention_layernorm.weight": (hidden,),
-    }
-    return {
-        **{name: (shape, torch.float32) for name, shape in shapes.items()},
-        "d2t": ((size,), torch.int64),
-        "t2d": ((config["vocab_size"],), torch.bool),
-    }
+    hidden, middle, heads, kv_heads, head_dim = (config[key] for key in SIZES)
+    sizes = config["vocab_size"], middle, config["draft_vocab_size"]
+    spec = DraftSpec(hidden, heads, kv_heads, head_dim, config["rms_norm_eps"], *sizes)
+    with torch.device("meta"):
+        state = Drafter(spec).state_dict()
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
 
 
 def drafter_config(
@@ -79,10 +57,8 @@ def drafter_config(
     """The `config.json` of a drafter.
 
     Args:
-        shape: of the drafter.
         target: the policy's `config.json`, which gives the RoPE settings and the context length.
         layers: of the target whose outputs feed the drafter, counted from 0.
-        dtype: of the weights.
 
     Raises:
         UserError: a server cannot represent the layers.
@@ -123,16 +99,7 @@ def drafter_config(
 def config_of_state(
     state: Mapping[str, Tensor], spec: ModelSpec, target: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The `config.json` of a drafter of our engine.
-
-    Args:
-        state: of `driver.model.drafter.Drafter`.
-        spec, target: the policy's shape and its `config.json`.
-        dtype: of the weights.
-
-    Raises:
-        UserError: a server cannot represent the layers of the target's features.
-    """
+    """The `config.json` of a drafter whose state is that of our engine; see `drafter_config`."""
     shape = DraftSpec.of(spec, len(state["midlayer.mlp.gate_proj.weight"]), len(state["d2t"]))
     return drafter_config(shape, target, default_feature_layers(spec.num_layers), dtype)
 
@@ -145,8 +112,6 @@ def write_drafter(folder: Path, state: Mapping[str, Tensor], config: Mapping[str
     """Writes weights and configuration.
 
     Args:
-        folder: created if it does not exist.
-        state: of `driver.model.drafter.Drafter`.
         config: from `drafter_config`.
 
     Raises:
@@ -184,10 +149,6 @@ def read_drafter(folder: Path, target: ModelSpec | None = None) -> dict[str, Ten
 
 def check_drafter(folder: Path, target: ModelSpec | None = None) -> list[str]:
     """Problems that a serving loader would have with a drafter's folder; [] if there are none.
-
-    Args:
-        folder: of the drafter.
-        target: the model to draft for.
 
     Raises:
         UserError: a file is missing or unreadable.

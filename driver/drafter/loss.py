@@ -83,8 +83,6 @@ def unrolled_loss(
     """The cross-entropy against the target's distribution, a mean over entries and unroll steps.
 
     Args:
-        drafter: the module.
-        batch: packed entries.
         cos_sin: float32 [max_position, head_dim], the RoPE table of the target.
         steps: unroll steps: 1 is EAGLE-like, 3 HASS-like, 7 EAGLE-3.
 

@@ -24,7 +24,6 @@ class OverlapTuner:
     """Measures and chooses the placement of a spot trainer's steps.
 
     Args:
-        spot: the trainer.
         decode: runs plain decode passes while no request runs; returns seconds per pass, or None
             if passes are not captured yet.
 

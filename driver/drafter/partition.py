@@ -60,7 +60,6 @@ def choose_overlap(
     """The best way to train during the tail, or None if training between passes is better.
 
     Args:
-        measured: candidates.
         serial_per_s: tokens per second of steps on the whole GPU, while the tail waits.
         budget: slowdown allowed, for example 1.06.
 

@@ -15,23 +15,14 @@ FALLS = 0.03  # fall at rest that starts training; a smaller one is often due to
 
 @dataclass(frozen=True)
 class Measured:
-    """A rollout's passes with learned drafts.
+    """A rollout's passes with learned drafts."""
 
-    Args:
-        passes: arm -> request-passes.
-        emitted: arm -> tokens of them.
-        seconds: of the passes.
-        cost_s: seconds by which training has delayed the run since the rollout before.
-        steps: micro-steps since then.
-        trained: micro-steps of the drafter in all, its warm start included.
-    """
-
-    passes: Mapping[str, float]
-    emitted: Mapping[str, float]
-    seconds: float
-    cost_s: float
-    steps: int = 0
-    trained: int = 0
+    passes: Mapping[str, float]  # request-passes by arm
+    emitted: Mapping[str, float]  # their tokens by arm
+    seconds: float  # of the passes
+    cost_s: float  # by which training has delayed the run since the rollout before
+    steps: int = 0  # micro-steps since then
+    trained: int = 0  # micro-steps of the drafter in all, its warm start included
 
     @property
     def expected(self) -> float:
@@ -56,8 +47,7 @@ class Decision:
 def change(before: Sequence[Measured], after: Sequence[Measured]) -> float | None:
     """Relative change of the accept length, a mean over arms by their passes in `after`.
 
-    Returns:
-        None: no arm ran in both.
+    None: no arm ran in both.
     """
 
     def accept(window: Sequence[Measured]) -> dict[str, float]:
@@ -82,13 +72,12 @@ def decide(trains: bool, history: Sequence[Measured]) -> Decision:
     While it rests, what was lost since the last window of training counts.
 
     Args:
-        trains: the last decision.
         history: rollouts since training began, or the last `WINDOW` of training and those since.
     """
-    before = history[-2 * WINDOW : -WINDOW] if trains else history[:WINDOW]
-    after = history[-WINDOW:]
     if len(history) < 2 * WINDOW:
         return Decision(trains)
+    before = history[-2 * WINDOW : -WINDOW] if trains else history[:WINDOW]
+    after = history[-WINDOW:]
     moved = change(before, after)
     if moved is None:
         return Decision(True, "" if trains else "no learned arm was measured: training goes on")
@@ -127,11 +116,7 @@ def at_first(last: Measured) -> Decision:
 
 
 class Payoff:
-    """Whether the drafter trains, decided after each rollout.
-
-    Attributes:
-        trains: the decision.
-    """
+    """Whether the drafter trains, decided after each rollout."""
 
     def __init__(self) -> None:
         self.trains = True

@@ -37,8 +37,6 @@ class Bin:
     arrays, never as launch arguments.
 
     Args:
-        tokens: entries.
-        target: the policy.
         in_flight: largest number of steps enqueued.
     """
 
@@ -155,10 +153,8 @@ class DraftStep:
 
     Args:
         drafter: the trained module, float32; half precision runs under autocast.
-        bin: its entries.
         teachers: the policies that recorded them.
         unroll: unroll steps of the loss.
-        lr: learning rate.
         horizon: steps over which weights are averaged; 0 = no average.
     """
 
@@ -321,11 +317,7 @@ class StepReports:
         self._queued: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, report: Tensor) -> None:
-        """Enqueues a copy to the host of the report of the last step.
-
-        Args:
-            report: float32 [4]: loss, acceptance, top-1, 1 if the gradient was finite.
-        """
+        """Enqueues a copy to the host of float32 [4]: loss, acceptance, top-1, 1 if finite."""
         if report.is_cuda:
             copy = torch.empty(4, pin_memory=True).copy_(report, non_blocking=True)
             self._queued.append((copy, torch.cuda.current_stream().record_event()))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def delays(method: Callable[..., None]) -> Callable[..., None]:
     """Counts the time of a method as a cost: the rollout or the training loop waits for it."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def timed(self: SpotTrainer, *args: Any, **options: Any) -> None:
         begin = time.perf_counter()
         try:
@@ -60,20 +60,10 @@ class SpotTrainer(RolloutObserver):
     No tensor of the target is written. A micro-step that fails is a warning: the drafter loses the
     step and the rollout goes on.
 
-    Args:
-        drafter: the trained module.
-        runner: the drafter at inference, which loads new weights.
-        target: the policy.
-        cache: KV cache of the engine, with the recorded features.
-        config: when to train and on how many tokens.
-        drafter_config: loss, unroll steps and learning rate.
-        seed: of the data order.
-
     Attributes:
         placement: how steps run during the tail; None: between passes.
         overlap: measured cost of the placement.
         busy_s: host seconds spent on micro-steps in the step that ended.
-        payoff: decides whether training goes on; its changes come from `weigh`.
         paused: no step is made in a tail, since the policy's update uses the time.
         error: the failure that paused training.
     """
@@ -105,24 +95,21 @@ class SpotTrainer(RolloutObserver):
         self.spans = Spans("drafter")
         self.target_version = self.steps = self.tokens_seen = 0
         self.busy_s = self._spent_s = 0.0  # of the last step, and of the current one
-        self.payoff = Payoff()
+        self.payoff, self.paused = Payoff(), False
         self._delay_s, self._weighed = 0.0, 0  # delay since, steps at the last `weigh`
-        self.paused = False
         self._final: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # begin, end
         self.reports = StepReports()
         self.weights = WeightSwap(self.step.average.state_dict, runner)
-        self.thread = StepThread(self.attempt, self._wait, self._fail)
-        self._passes = 0  # of tails
         self.error: BaseException | None = None
+        self.thread = StepThread(self.attempt, self._wait, partial(setattr, self, "error"))
+        self._passes = 0  # of tails
 
     @property
     def running(self) -> bool:
-        """Whether the thread trains."""
         return self.thread.running
 
     @property
     def mode(self) -> str:
-        """The mode in use."""
         if self.config.mode == "auto":
             return "serial" if self.placement is None else "overlapped"
         if self.config.mode == "overlapped" and self.bin.fixed and self.placement is None:
@@ -144,35 +131,27 @@ class SpotTrainer(RolloutObserver):
         """Copies the features of a finished request out of the cache."""
         if self.config.mode == "off" or not self.payoff.trains:
             return
-        count, size = request.context_len, self.cache.page_size
-        start, end = self.buffer.window(count + 1, request.request.id)
+        recorded, size, count = self.cache.features, self.cache.page_size, request.context_len + 1
+        assert recorded is not None
+        start, end = self.buffer.window(count, request.request.id)
         # Whole pages need few indices. Nothing here waits for the device.
         first = start // size
         pages = request.pages[first : pages_for(end - 1, size)]
         index = torch.tensor(pages, dtype=torch.int64, pin_memory=self.bin.fixed)
-        recorded = self.cache.features
-        assert recorded is not None
         index = index.to(recorded.device, non_blocking=True)
         rows = recorded.index_select(0, index).flatten(0, 1)
         features = rows[start - first * size : end - 1 - first * size].clone()
         tokens = torch.from_numpy(np.array(request.tokens[start:end]))
         ready = torch.cuda.current_stream().record_event() if self.bin.fixed else None
         prompt = len(request.request.prompt_ids)
-        tools = [(prompt + a, prompt + b) for a, b in request.tools]
-        generated = generated_run(count + 1, tools)
+        generated = generated_run(count, [(prompt + a, prompt + b) for a, b in request.tools])
         if generated is not None:
             generated = generated[start : end - 2]
-        version = self.target_version
-        self.buffer.add(Document(tokens, features, version, ready, generated, start))
+        self.buffer.add(Document(tokens, features, self.target_version, ready, generated, start))
 
     @delays
     def on_pass(self, active: int, passes: int = 1) -> None:
-        """Trains if few requests are active; hands new weights to the runner.
-
-        Args:
-            active: requests that run or wait.
-            passes: made since the last call.
-        """
+        """Trains if few requests are active; hands new weights to the runner."""
         mode = self.mode
         if mode in ("off", "coordinated") or not 0 < active <= self.config.tail_batch:
             return
@@ -196,20 +175,16 @@ class SpotTrainer(RolloutObserver):
     def weigh(self, stats: RolloutStats) -> str:
         """Decides after a rollout whether training pays, unless it uses idle ranks.
 
-        Args:
-            stats: of the rollout.
-
         Returns:
             The reason if training stops or goes on from here; else an empty text.
         """
         if self.config.mode in ("off", "coordinated"):
             return ""
         self.stop()
-        delay_s, self._delay_s = self._delay_s, 0.0
-        made, self._weighed = self.steps - self._weighed, self.steps
-        passes, emitted = stats.learned_passes, stats.learned_emitted
-        measured = Measured(passes, emitted, stats.learned_s, delay_s, made, self.steps)
-        reason = self.payoff.add(measured)
+        made = self.steps - self._weighed
+        learned = stats.learned_passes, stats.learned_emitted, stats.learned_s
+        reason = self.payoff.add(Measured(*learned, self._delay_s, made, self.steps))
+        self._delay_s, self._weighed = 0.0, self.steps
         if reason and not self.payoff.trains:
             self.renew()  # the weights that draft meanwhile
         return reason
@@ -387,9 +362,6 @@ class SpotTrainer(RolloutObserver):
         if self.thread.is_current:
             self._delay_s += spent * (1.0 if self.overlap is None else self.overlap.slowdown - 1)
 
-    def _fail(self, error: BaseException) -> None:
-        self.error = error
-
     def first_vocabulary(self) -> None:
         """Builds the vocabulary before the first step, unless a kept teacher uses the old one."""
         if self.steps == 0 and self.teachers.previous is None:
@@ -426,10 +398,12 @@ class SpotTrainer(RolloutObserver):
             "drafter/buffer_tokens": self.buffer.num_tokens,
         }
         if self.overlap is not None:
-            out["drafter/overlap_slowdown"] = self.overlap.slowdown
-            out["drafter/sms"] = self.overlap.sms
-            out["drafter/duty"] = self.overlap.duty
-            out["drafter/stop_ms"] = 1e3 * self.thread.stop_s
+            out |= {
+                "drafter/overlap_slowdown": self.overlap.slowdown,
+                "drafter/sms": self.overlap.sms,
+                "drafter/duty": self.overlap.duty,
+                "drafter/stop_ms": 1e3 * self.thread.stop_s,
+            }
         if self.checkpoints is not None:
             out["drafter/checkpoint_stall_ms"] = 1e3 * self.checkpoints.stall_s
         return out
@@ -477,9 +451,7 @@ class SpotTrainer(RolloutObserver):
 
     def resume(self) -> int:
         """Loads the newest drafter checkpoint if it is ahead; returns the micro-steps gained."""
-        found = None if self.checkpoints is None else self.checkpoints.latest()
-        if found is None or found[0] <= self.steps:
-            return 0
-        gained = found[0] - self.steps
-        self.load_state_dict(found[1])
-        return gained
+        before, found = self.steps, None if self.checkpoints is None else self.checkpoints.latest()
+        if found is not None and found[0] > before:
+            self.load_state_dict(found[1])
+        return self.steps - before

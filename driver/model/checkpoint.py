@@ -32,19 +32,11 @@ FLOATS = ("F64", "F32", "BF16", "F16")  # dtypes in a safetensors header
 def check_checkpoint(folder: Path) -> ModelSpec:
     """Checks a folder by its headers: names and shapes of all tensors, whole files, a known family.
 
-    Args:
-        folder: holds `config.json` and `model.safetensors`, or shards with their index.
-
     Returns:
         The spec that `config.json` describes.
 
     Raises:
         UserError: something is missing, truncated, malformed or unsupported.
-
-    Example:
-        >>> check_checkpoint(Path("/nowhere"))
-        Traceback (most recent call last):
-        driver.common.errors.UserError: model folder /nowhere: does not exist
     """
     spec = ModelSpec.from_folder(folder)
     shapes = {}
@@ -63,11 +55,6 @@ def check_shapes(spec: ModelSpec, shapes: Mapping[str, Sequence[int]], where: st
     """Compares the tensors that are there with those that the spec needs.
 
     A tied head may be there too, and so may RoPE frequencies, which old checkpoints hold.
-
-    Args:
-        spec: the model.
-        shapes: tensor name -> shape.
-        where: named in messages.
 
     Raises:
         UserError: a tensor is missing, has another shape, or does not belong to the model.
@@ -88,11 +75,6 @@ def check_shapes(spec: ModelSpec, shapes: Mapping[str, Sequence[int]], where: st
 @torch.no_grad()
 def check_finite(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) -> None:
     """Rejects weights that are not finite in a dtype; waits once for each device.
-
-    Args:
-        weights: tensors by name.
-        dtype: that they get.
-        where: named in messages.
 
     Raises:
         UserError: NaN, infinity, or a number beyond the dtype.
@@ -121,7 +103,6 @@ def load_checkpoint(
     """Reads a checkpoint.
 
     Args:
-        folder: a Hugging Face model folder.
         dtype: of the tensors; None = the dtype that the config names.
         mapped: tensors that have this dtype in the file are mapped to it, so that the processes of
             a machine share their memory; for a caller that does not keep or change them.
@@ -132,9 +113,6 @@ def load_checkpoint(
 
     Raises:
         UserError: as `check_checkpoint`; or a weight is not finite.
-
-    Example:
-        >>> spec, weights = load_checkpoint("models/my-qwen3", torch.bfloat16)  # doctest: +SKIP
     """
     folder = Path(folder)
     spec = check_checkpoint(folder)
@@ -164,11 +142,6 @@ def load_checkpoint(
 
 def load_model(folder: Path, dtype: torch.dtype, mapped: bool = False) -> PreTrainedModel:
     """Reads a checkpoint as a transformers model, for training.
-
-    Args:
-        folder: a Hugging Face model folder.
-        dtype: of the parameters.
-        mapped: see `load_checkpoint`.
 
     Returns:
         The model on the CPU, with the tensors of `load_checkpoint`. Code that comes with a
@@ -205,20 +178,10 @@ def load_model(folder: Path, dtype: torch.dtype, mapped: bool = False) -> PreTra
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Reads a safetensors header and checks that the file holds every byte that it lists.
-
-    Args:
-        path: a `.safetensors` file.
-
-    Returns:
-        Tensor name -> its `dtype`, `shape` and `data_offsets`.
+    """Reads a safetensors header: tensor name -> `dtype`, `shape` and `data_offsets`.
 
     Raises:
-        UserError: the file is missing, truncated or not safetensors.
-
-    Example:
-        >>> sorted(read_header(Path("model.safetensors")))  # doctest: +SKIP
-        ['lm_head.weight', 'model.embed_tokens.weight']
+        UserError: the file is missing, not safetensors, or lacks bytes that the header lists.
     """
     try:
         size = path.stat().st_size
@@ -269,15 +232,7 @@ def _entries(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """A hash that tells a model from others: its settings, and names, sizes and starts of weights.
-
-    Args:
-        folder: in Hugging Face layout.
-
-    Example:
-        >>> folder_fingerprint(Path("my-model"))  # doctest: +SKIP
-        '0f4b5c8d9e6a7b1c'
-    """
+    """A hash of a model: its settings, and names, sizes and starts of its weights."""
     digest = hashlib.blake2b(digest_size=8)
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     for path in [folder / "config.json", *sorted(weights)]:

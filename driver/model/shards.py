@@ -45,10 +45,6 @@ class Shard:
         query heads than another one, its last query head is computed again. A rank without heads
         computes one whose result is not used.
 
-        Args:
-            spec: of the whole model.
-            rank, size: of the group.
-
         Raises:
             UserError: a head would be divided between two ranks.
         """

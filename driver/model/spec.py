@@ -89,25 +89,17 @@ class ModelSpec:
     def from_folder(folder: str | Path) -> ModelSpec:
         """Reads `config.json` and, if there is one, `generation_config.json`.
 
-        Args:
-            folder: a Hugging Face model folder.
-
-        Returns:
-            The spec; `eos_ids` are those of the generation config if it names any.
-
         Raises:
             UserError: a file is missing or malformed, or asks for something unsupported.
         """
         folder = Path(folder)
         if not folder.is_dir():
             raise UserError(f"model folder {folder}: does not exist")
-        reader = _Reader(read_json(folder / CONFIG), str(folder / CONFIG))
-        generation = folder / GENERATION_CONFIG
+        config, generation = read_json(folder / CONFIG), folder / GENERATION_CONFIG
         if generation.exists():
-            eos = _Reader(read_json(generation), str(generation)).eos_ids()
-            if eos:
-                return reader.spec(eos)
-        return reader.spec()
+            if ends := _Reader(read_json(generation), str(generation)).eos_ids():
+                config["eos_token_id"] = list(ends)
+        return ModelSpec.from_config(config, str(folder / CONFIG))
 
     @staticmethod
     def from_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelSpec:
@@ -116,10 +108,6 @@ class ModelSpec:
         Args:
             config: the parsed file, in the layout of transformers 5 (`rope_parameters`) or of
                 older versions (`rope_theta`, `rope_scaling`).
-            where: named in messages.
-
-        Returns:
-            The spec.
 
         Raises:
             UserError: a key is missing, malformed, or asks for something unsupported.
@@ -155,12 +143,7 @@ class ModelSpec:
         return shapes
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """All tensors of a checkpoint: name -> shape.
-
-        Example:
-            >>> spec.shapes()["model.norm.weight"]  # doctest: +SKIP
-            (576,)
-        """
+        """All tensors of a checkpoint: name -> shape."""
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
         layer = self.layer_shapes()
         for index in range(self.num_layers):
@@ -185,12 +168,12 @@ def read_rope(config: Mapping[str, Any]) -> RopeSpec:
     return _Reader(config, CONFIG).rope()
 
 
+@dataclass(frozen=True)
 class _Reader:
     """Reads one config; every refusal names the file, the key and the value."""
 
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config = config
-        self.where = where
+    config: Mapping[str, Any]
+    where: str
 
     def refuse(self, reason: str) -> UserError:
         return UserError(f"{self.where}: {reason}")
@@ -218,8 +201,7 @@ class _Reader:
             raise self.refuse(f"{what} > 0, got {found!r}")
         return found
 
-    def spec(self, eos_ids: tuple[int, ...] | None = None) -> ModelSpec:
-        """The spec; `eos_ids` replace those of the config."""
+    def spec(self) -> ModelSpec:
         family = self.family()
         self.refuse_variants(family)
         hidden_size, num_heads = self.count("hidden_size"), self.count("num_attention_heads")
@@ -251,7 +233,7 @@ class _Reader:
             qkv_bias=bias or family.qkv_bias,
             output_bias=bias,
             qk_norm=family.qk_norm,
-            eos_ids=self.eos_ids() if eos_ids is None else eos_ids,
+            eos_ids=self.eos_ids(),
             dtype=self.dtype(),
         )
 
@@ -269,9 +251,6 @@ class _Reader:
             raise self.refuse("mlp_bias=true is not supported")
         if self.value("hidden_act", "silu") != "silu":
             raise self.refuse(f"hidden_act {self.value('hidden_act')!r} is not supported; silu is")
-        self.refuse_windows(family)
-
-    def refuse_windows(self, family: Family) -> None:
         # In transformers an absent `sliding_window` means 4096 and null means no window.
         window = self.config.get("sliding_window", 4096)
         if not family.window_switch:
@@ -301,10 +280,8 @@ class _Reader:
         if rotated is None:
             interval = self.count("no_rope_layer_interval", 4)
             return frozenset(range(interval - 1, layers, interval))
-        known = isinstance(rotated, list) and all(
-            type(flag) in (int, bool) and flag in (0, 1) for flag in rotated
-        )
-        if not known or len(rotated) < layers:
+        known = isinstance(rotated, list) and len(rotated) >= layers
+        if not known or any(type(n) not in (int, bool) or n not in (0, 1) for n in rotated):
             raise self.refuse(
                 f"no_rope_layers: wanted 0 (no RoPE) or 1 for each of {layers} layers,"
                 f" got {rotated!r}"
@@ -331,12 +308,8 @@ class _Reader:
                 raise self.refuse("partial_rotary_factor: partial RoPE is not supported")
         # The order of transformers: a key outside of the object wins, the context is the default.
         original = "original_max_position_embeddings"
-        contexts = (
-            (self.config, original),
-            (rope, original),
-            (self.config, "max_position_embeddings"),
-        )
-        rope[original] = next((p[key] for p, key in contexts if p.get(key) is not None), None)
+        context = self.value(original, rope.get(original))
+        rope[original] = self.value("max_position_embeddings") if context is None else context
         numbers = {
             key: self.number(rope.get(key), f"RoPE type {name!r} wants {key}")
             for key in ROPE_TYPES[name]
@@ -348,7 +321,7 @@ class _Reader:
         context = int(numbers.pop(original, 0))
         theta = rope.get("rope_theta") or self.value("rope_theta", default_theta)
         theta = float(self.number(theta, "wanted rope_theta"))
-        return RopeSpec(type=name, theta=theta, original_max_position=context, **numbers)
+        return RopeSpec(name, theta, original_max_position=context, **numbers)
 
     def yarn(self, rope: Mapping[str, Any]) -> dict[str, float]:
         """The optional numbers of type "yarn", with the defaults of transformers."""
@@ -373,8 +346,7 @@ class _Reader:
         return tuple(ids)
 
     def dtype(self) -> torch.dtype:
-        name = str(self.value("dtype", self.value("torch_dtype", "float32")))
-        name = name.removeprefix("torch.")
+        name = str(self.value("dtype", self.value("torch_dtype", "float32"))).removeprefix("torch.")
         if name not in DTYPES:
             raise self.refuse(f"dtype {name!r} is not supported; there are {', '.join(DTYPES)}")
         return DTYPES[name]
@@ -385,14 +357,8 @@ def rope_table(spec: ModelSpec) -> Tensor:
 
     Frequencies and angles are float32, as in the checkpoints' own training.
 
-    Args:
-        spec: the model; `rope`, `head_dim` and `max_position` count.
-
     Returns:
         float32 [max_position + MAX_DEPTH, head_dim]: (cos | sin) of half a head's angles.
-
-    Example:
-        >>> rope_table(spec)[0]     # position 0 is not rotated: ones, then zeros
 
     Source: Su et al., "RoFormer" (2021); the "llama3" bands from the Llama 3.1 release; Peng et
     al., "YaRN" (arXiv 2309.00071).
@@ -407,10 +373,6 @@ def no_rope_table(spec: ModelSpec, device: torch.device) -> Tensor:
     """The table of a layer without RoPE: no position is rotated.
 
     `append_kv` then returns its input; a zero may change its sign.
-
-    Args:
-        spec: as for `rope_table`.
-        device: of the table.
 
     Returns:
         float32, one row of ones, then zeros, expanded to the shape of `rope_table`.
@@ -437,24 +399,19 @@ def rope_frequencies(spec: ModelSpec) -> Tensor:
         keep = ((turns - rope.low_freq_factor) / width).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / rope.factor
     if rope.type == "yarn":
-        keep = 1 - _yarn_ramp(rope, spec.head_dim)
+        # The dimensions with so many turns over the original context, between which a ramp slows.
+        fast, slow = (
+            spec.head_dim
+            * math.log(rope.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+            for turns in (rope.beta_fast, rope.beta_slow)
+        )
+        low, high = max(math.floor(fast), 0), min(math.ceil(slow), spec.head_dim - 1)
+        index = torch.arange(spec.head_dim // 2, dtype=torch.float32)
+        keep = 1 - ((index - low) / (high - low or 0.001)).clamp(0, 1)
         slowed = 1.0 / (rope.factor * rope.theta**exponent)
         frequency = slowed * (1 - keep) + frequency * keep
     return frequency
-
-
-def _yarn_ramp(rope: RopeSpec, head_dim: int) -> Tensor:
-    """How much each frequency is slowed, from 0 to 1, [head_dim / 2]."""
-
-    def dimension(turns: float) -> float:
-        """The dimension that makes so many turns over the original context."""
-        ratio = rope.original_max_position / (turns * 2 * math.pi)
-        return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
-
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
-    index = torch.arange(head_dim // 2, dtype=torch.float32)
-    return ((index - low) / (high - low or 0.001)).clamp(0, 1)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -465,10 +422,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot be read ({why})") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: wanted a JSON object, got {type(content).__name__}")
     return content

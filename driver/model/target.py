@@ -70,9 +70,6 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
     Serving engines use the same for EAGLE-3 (they count the inputs of layers 2, n / 2 and n - 3). A
     model with fewer than seven layers spreads them over its layers.
 
-    Args:
-        num_layers: of the target.
-
     Returns:
         Three layer indices in rising order; they repeat only below three layers.
 
@@ -92,9 +89,7 @@ class TargetModel(TargetWeights):
     `forward` returns views of the buffers, which the next call overwrites.
 
     Args:
-        spec: shape of the model.
         weights: tensors by Hugging Face name.
-        device: where it runs.
         dtype: of weights, activations and cache; default is the checkpoint's.
         max_rows: rows of the largest forward pass.
         max_logits: rows with logits of a forward pass; 0 = `max_rows`.
@@ -105,11 +100,6 @@ class TargetModel(TargetWeights):
     Raises:
         UserError: the weights do not fit the spec, a feature layer does not exist, or the ranks
             cannot share the model.
-
-    Example:
-        >>> spec, weights = load_checkpoint(folder)
-        >>> model = TargetModel(spec, weights)
-        >>> logits, _ = model.forward(ids, batch, KvCache.allocate(spec, num_pages=8, page_size=16))
     """
 
     def __init__(
@@ -176,7 +166,7 @@ class TargetModel(TargetWeights):
         Raises:
             ValueError: more rows than `max_rows` or `max_logits`, or an array that does not fit.
         """
-        count = ids.shape[0]
+        count = len(ids)
         if count > self.max_rows:
             raise ValueError(f"ids: wanted at most max_rows = {self.max_rows} rows, got {count}")
         hidden = stream = self._hidden[:count]
@@ -249,8 +239,7 @@ class TargetModel(TargetWeights):
         self, x: Tensor, norm: Tensor, weight: Tensor, eps: float, between: Tensor
     ) -> dict[str, Any]:
         """Arguments for a linear: x and its norm to fuse, or the rows normed into `between`."""
-        large = self.device.type != "cpu" and weight.numel() > LARGE_WEIGHTS
-        if self.fuses(len(x), weight) and not large:
+        if self.device.type == "cpu" or norms(len(x), weight.numel()):
             return {"x": x, "norm_weight": norm, "eps": eps}
         normed = between[: len(x)]
         tlt_ext.rms_norm(x, norm, normed, eps=eps)
@@ -287,9 +276,9 @@ class TargetModel(TargetWeights):
     def _logits_of(self, hidden: Tensor, logits_rows: Tensor | None) -> Tensor | None:
         chosen = hidden
         if logits_rows is not None:
-            chosen = self._chosen[: logits_rows.shape[0]]
+            chosen = self._chosen[: len(logits_rows)]
             torch.index_select(hidden, 0, logits_rows, out=chosen)
-        if chosen.shape[0] == 0:
+        if not len(chosen):
             return None
         if len(chosen) > self.max_logits:
             raise ValueError(
@@ -308,9 +297,8 @@ class TargetModel(TargetWeights):
         return logits[:, : self.spec.vocab_size]
 
     def _feature(self, count: int, place: int) -> Tensor:
-        return self._features[
-            :count, place * self.spec.hidden_size : (place + 1) * self.spec.hidden_size
-        ]
+        width = self.spec.hidden_size
+        return self._features[:count, place * width : (place + 1) * width]
 
     def _allocate_buffers(self) -> None:
         spec = self.shard.spec

@@ -39,9 +39,7 @@ class TargetWeights:
     Embedding, head and norms are whole on every rank.
 
     Args:
-        spec: shape of the whole model.
         shard: what this rank holds.
-        device, dtype: of the weights.
     """
 
     def __init__(

@@ -23,12 +23,7 @@ INIT_STD = 0.08
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Builds the character tokenizer of the tiny policy.
-
-    Returns:
-        One id per character of `CHARACTERS`, explicit pad, end and unknown tokens, no token added
-        before or after a text.
-    """
+    """One id per character of `CHARACTERS`; no token is added before or after a text."""
     ids = {token: id for id, token in enumerate(VOCABULARY)}
     core = Tokenizer(models.WordLevel(ids, unk_token=UNK))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -43,14 +38,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_policy(shape: ModelConfig, seed: int) -> LlamaForCausalLM:
-    """Builds a Llama with random weights for the tokenizer of `build_tokenizer`.
+    """A Llama with random weights for `build_tokenizer`, on the CPU, its head tied.
 
-    Args:
-        shape: sizes, `max_position` and `dtype`.
-        seed: of the weights; the global generator is left as it was.
-
-    Returns:
-        The model on the CPU, head tied to the embedding.
+    The global generator is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -15,9 +15,6 @@ class Workspace:
 
     Ops of one stream share it, since none reads what another has left there. Smaller arrays are
     kept, because captured graphs still write to them.
-
-    Args:
-        device: where the ops run.
     """
 
     def __init__(self, device: torch.device) -> None:

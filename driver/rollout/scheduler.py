@@ -271,7 +271,7 @@ class Scheduler:
     def record(
         self,
         states: Sequence[RunningRequest],
-        rows: Iterable[tuple[Any, ...]],
+        rows: Iterable[Any],
         strategy: Strategy,
         version: int,
     ) -> None:
