@@ -49,12 +49,7 @@ def plot_rewards(records: Records) -> Figure:
 
 
 def plot_lengths(lengths: Sequence[float], limit: int | None = None) -> Figure:
-    """Histogram of response lengths with p50, p75 and the maximum marked.
-
-    Args:
-        lengths: tokens of each response, EOS included.
-        limit: `sampling.max_new_tokens`, if it is known.
-    """
+    """Histogram of response lengths in tokens with p50, p75, the maximum, and those at `limit`."""
     figure, axes = new_figure("Response lengths", "response length (tokens)", "responses")
     if lengths:
         longest = round(max(lengths))
@@ -75,8 +70,8 @@ def plot_active(passes: Passes, colors: Mapping[str, str] | None = None) -> Figu
     """Active requests over the time of one rollout, coloured by strategy: the long tail.
 
     Args:
-        passes: (seconds since the rollout's start, active requests, strategy), by rising time; each
-            holds until the next. The last entry is the end of the rollout.
+        passes: (seconds since the rollout's start, active requests, strategy), by rising time; the
+            last entry is the end of the rollout.
         colors: of the strategies; None = those of `strategy_colors`.
     """
     figure, axes = new_figure("Active requests in one rollout", "time (s)", "active requests")
@@ -100,20 +95,12 @@ def plot_accept_length(records: Records) -> Figure:
     """Mean tokens emitted per speculative pass, from lines of `metrics.jsonl`."""
     title = "Accept length by step"
     figure, axes = new_figure(title, "step", "tokens emitted per speculative pass")
-    steps, values = with_gaps(records, ACCEPT_LENGTH)
-    draw_curve(axes, steps, values, label="accept length")
-    if np.isfinite(values).any():
-        axes.axhline(1, color=_GREY, linestyle="--", linewidth=1, label="1: drafting is useless")
-        axes.set_ylim(bottom=min(0.9, np.nanmin(values)), top=np.nanmax(values) * 1.08)
+    draw_curve(axes, *with_gaps(records, ACCEPT_LENGTH), label="accept length")
     return _finished(figure, axes)
 
 
 def plot_step_times(records: Records) -> Figure:
-    """Seconds of each phase of each step, stacked; evaluations and checkpoints are left out.
-
-    Args:
-        records: lines of `metrics.jsonl`. Neighbouring steps of a long run share a bar.
-    """
+    """Seconds of each phase of each step, stacked; neighbouring steps of a long run share a bar."""
     figure, axes = new_figure("Where a step's time goes", "step", "seconds")
     timed = [r for r in records if r["step"] > 0 and r.get("timing_s/step") is not None]
     if timed:
@@ -135,11 +122,7 @@ def plot_step_times(records: Records) -> Figure:
 
 
 def plot_ranks(states: Mapping[str, Sequence[tuple[float, str]]]) -> Figure:
-    """What each rank did, a row a rank: rollout, idle, drafter training, update.
-
-    Args:
-        states: of `ranks.json`: rank -> (seconds, state from then on).
-    """
+    """What each rank did, from `ranks.json`: rank -> (seconds, state from then on)."""
     figure, axes = new_figure("What each rank did", "seconds since the first rollout", "rank")
     for rank, changes in states.items():
         for (begin, state), (end, _) in zip(changes, changes[1:], strict=False):
@@ -215,7 +198,6 @@ def new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
 
 
 def styled(axes: Axes) -> Axes:
-    """Axes with a light grid behind the data and without the upper and right edges."""
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -236,11 +218,7 @@ def _finished(figure: Figure, axes: Axes, *, below: bool = False) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a PNG.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Writes a PNG; raises UserError if it cannot be written."""
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

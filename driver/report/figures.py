@@ -1,11 +1,11 @@
-"""The report's charts: each takes the runs and returns HTML, or "" where no run has the data."""
+"""The report's charts as HTML; empty where no run has the data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 import numpy as np
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from ..records import plots
@@ -24,19 +24,17 @@ def curves(
     smooth: int = 1,
     dots: str = "",
     wall: bool = False,
-) -> str:
+) -> Markup:
     """A metric of all runs in one chart; a step without a value leaves a gap.
 
     Args:
-        runs: in their order.
-        metric: its name in `metrics.jsonl`.
-        label: of the chart.
+        runs, metric, label: what is drawn.
         smooth: steps of the mean that is drawn over the faint curve.
         dots: a second metric, drawn as dots.
         wall: against the time of the run instead of its steps.
     """
     if not any(run.series(name) for run in runs for name in (metric, dots)):
-        return ""
+        return Markup()
     x_label, unit = "step", 1.0
     if wall:
         x_label, unit = _time_unit(max(max(run.seconds().values(), default=0.0) for run in runs))
@@ -60,7 +58,7 @@ def _time_unit(seconds: float) -> tuple[str, float]:
     return "seconds since the start", 1.0
 
 
-def step_times(runs: Sequence[RunData]) -> list[str]:
+def step_times(runs: Sequence[RunData]) -> list[Markup]:
     """Stacked bars of a step's phases, one chart a run, on one scale."""
     made = []
     for run in runs:
@@ -69,10 +67,10 @@ def step_times(runs: Sequence[RunData]) -> list[str]:
     top = max((figure.axes[0].get_ylim()[1] for figure in made if figure), default=0.0)
     for figure in filter(None, made):
         figure.axes[0].set_ylim(0, top)
-    return [_html(figure) if figure else "" for figure in made]
+    return [_html(figure) if figure else Markup() for figure in made]
 
 
-def lengths(runs: Sequence[RunData]) -> list[str]:
+def lengths(runs: Sequence[RunData]) -> list[Markup]:
     """Histograms of the last steps' response lengths, one a run, on one scale."""
     values = [[n for r in run.rollouts[-LAST_STEPS:] for n in r["lengths"]] for run in runs]
     longest = max((max(some) for some in values if some), default=0)
@@ -81,16 +79,12 @@ def lengths(runs: Sequence[RunData]) -> list[str]:
         limit = run.config.get("sampling.max_new_tokens")
         figure = plots.plot_lengths(some, int(limit) if is_number(limit) else None)
         figure.axes[0].set_xlim(0, 1.03 * longest + 1)
-        out.append(_html(figure) if some else "")
+        out.append(_html(figure) if some else Markup())
     return out
 
 
-def active_requests(runs: Sequence[RunData]) -> list[list[tuple[int, str]]]:
-    """Active requests over the time of the first and the last rollout of each run.
-
-    Returns:
-        For each run (step, chart), both charts on one time axis.
-    """
+def active_requests(runs: Sequence[RunData]) -> list[list[Markup]]:
+    """Active requests over the time of the first and the last rollout of each run."""
     shown = [_ends([r for r in run.rollouts if len(r["active"]) > 1]) for run in runs]
     colors = plots.strategy_colors(e[2] for some in shown for r in some for e in r["active"])
     out = []
@@ -101,7 +95,8 @@ def active_requests(runs: Sequence[RunData]) -> list[list[tuple[int, str]]]:
             stride = -(-len(passes) // MAX_PASSES)
             figure = plots.plot_active([*passes[:-1:stride], passes[-1]], colors)
             figure.axes[0].set_xlim(0, max(r["active"][-1][0] for r in some) or None)
-            charts.append((int(rollout["step"]), _html(figure)))
+            title = Markup("<h3>Step {}</h3>").format(int(rollout["step"]))
+            charts.append(title + _html(figure))
         out.append(charts)
     return out
 
@@ -110,7 +105,6 @@ def _ends(rollouts: list[Record]) -> list[Record]:
     return rollouts if len(rollouts) < 2 else [rollouts[0], rollouts[-1]]
 
 
-def _html(figure: Figure) -> str:
-    title = escape(figure.axes[0].get_title())
-    label = f'role="img" aria-label="{title}"'
-    return f'<figure class="chart" {label}>{plots.to_svg(figure)}</figure>'
+def _html(figure: Figure) -> Markup:
+    chart = Markup('<figure class="chart" role="img" aria-label="{}">{}</figure>')
+    return chart.format(figure.axes[0].get_title(), Markup(plots.to_svg(figure)))
