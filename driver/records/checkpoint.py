@@ -26,7 +26,7 @@ from .parts import WRITERS, Parts, load_parts
 PARTS = "state/parts"  # subfolder that `save_parts` writes
 _FOLDER = re.compile(r"step-(\d+)")
 _MARK = "checkpoint.json"  # written last
-_REFERENCE = "reference"  # subfolder of a run folder
+REFERENCE = "reference"  # subfolder of a run folder
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,7 @@ class Checkpoint:
     step: int
 
     def check(self, contents: bool = True) -> None:
-        """Checks that the policy's files exist, and that all files match their checksums.
-
-        Args:
-            contents: False = skip the checksums.
-
-        Raises:
-            UserError: a file is missing, cut short or damaged.
-        """
+        """UserError if a file of the policy is missing or, with `contents`, one is damaged."""
         try:
             check_checkpoint(self.path)
             mark = read_json(self.path / _MARK)
@@ -68,11 +61,7 @@ class Checkpoint:
         return f"remove {self.path} to resume from the checkpoint before it"
 
     def state(self, name: str) -> Any:
-        """One state that `save_checkpoint` saved, such as "trainer", with tensors on the CPU.
-
-        Raises:
-            UserError: it is missing or cannot be read.
-        """
+        """One saved state, such as "trainer", with tensors on the CPU; UserError if unreadable."""
         path = self.path / "state" / f"{name}.pt"
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -125,9 +114,6 @@ def save_checkpoint(
         write_policy: writes the policy's Hugging Face files into the given folder.
         states: name -> tensors, numbers, strings, None, and lists and dicts of these.
         keep: number of complete checkpoints to keep, at least 1.
-
-    Returns:
-        The new checkpoint.
 
     Raises:
         UserError: the disk is full or unwritable; no incomplete checkpoint remains.
@@ -182,31 +168,13 @@ def _checksum(path: Path) -> int | None:
     return checksum
 
 
-def save_reference(folder: Path, write_policy: Callable[[Path], None]) -> Checkpoint:
-    """Saves the reference policy of the KL term in the run folder, replacing an earlier one.
-
-    Args:
-        folder: holds the checkpoints.
-        write_policy: see `save_checkpoint`.
-
-    Returns:
-        The reference as a checkpoint without states.
-
-    Raises:
-        UserError: the disk is full or unwritable.
-    """
-    place = folder.parent / _REFERENCE
-    shutil.rmtree(place, ignore_errors=True)
-    return save_checkpoint(place, 0, write_policy, {}, keep=1)
-
-
 def saved_reference(checkpoint: Checkpoint) -> Checkpoint:
     """The reference policy of the run that a checkpoint belongs to.
 
     Raises:
         UserError: the run has no saved reference policy.
     """
-    place = checkpoint.path.parents[1] / _REFERENCE
+    place = checkpoint.path.parents[1] / REFERENCE
     found = latest_checkpoint(place)
     if found is None:
         raise UserError(

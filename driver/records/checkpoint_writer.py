@@ -46,11 +46,7 @@ class CheckpointWriter:
         return self._written is not None and not self._written.done()
 
     def prepare(self, state: Any) -> None:
-        """Allocates memory for copies of a state, in the thread; pinned memory takes 0.5 s a GB.
-
-        Args:
-            state: as `save` gets it, or a part.
-        """
+        """Allocates memory for copies of a state, in the thread; pinned memory takes 0.5 s a GB."""
         if not self._can_copy(state):
             return
         before = self._written
@@ -95,14 +91,7 @@ class CheckpointWriter:
         return self.threaded
 
     def collect(self, wait: bool = True) -> None:
-        """Raises the error of the write, if there is one.
-
-        Args:
-            wait: whether to wait until it ends; otherwise one in progress is not checked.
-
-        Raises:
-            UserError: the checkpoint could not be written.
-        """
+        """Raises the UserError of a write that has ended, or with `wait` of the one in progress."""
         if self._written is not None and (wait or self._written.done()):
             written, self._written = self._written, None
             written.result()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -10,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
@@ -37,6 +36,7 @@ _FREE = {
     "model.cache",
 }
 _FIXED = {"engine.verify", "run.seed"}  # of sections in `_FREE`
+LOGS = ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl")  # set back by a resumed run
 
 
 @dataclass(frozen=True)
@@ -75,35 +75,28 @@ class RunFolder:
         if config.run.resume:
             _check_same(config, self.path / "config.yaml")
         try:
-            self._open(config)
+            with storage_errors(self.path):
+                self._open(config)
         except BaseException:
             if not config.run.resume:  # an incomplete folder must not block the name
                 shutil.rmtree(self.path, ignore_errors=True)
             raise
 
     def _open(self, config: Config) -> None:
-        with storage_errors(self.path):
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(self.path)  # two processes would mix their records
-            (self.path / "plots").mkdir(exist_ok=True)
-            run_checkpoint.clean_checkpoints(self.checkpoints)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(self.path)  # two processes would mix their records
+        (self.path / "plots").mkdir(exist_ok=True)
+        run_checkpoint.clean_checkpoints(self.checkpoints)
         self.resumed = run_checkpoint.latest_checkpoint(self.checkpoints)
         done = self.resumed.step if self.resumed else -1
-        with storage_errors(self.path):
-            write_text(self.path / "config.yaml", to_yaml(config))
-            kept = _set_back(self.path / "metrics.jsonl", done)
-            _set_back(self.path / "rollouts.jsonl", done)
-            samples = _set_back(self.path / "samples.jsonl", done)
-            write_text(self.path / "samples.txt", "".join(map(_sample_text, samples)))
-            self._metrics = _append(self.path / "metrics.jsonl")
-            self._rollouts = _append(self.path / "rollouts.jsonl")
-            self._samples = _append(self.path / "samples.jsonl")
-            self._sample_text = _append(self.path / "samples.txt")
-            # TensorBoard purges by file name, so the kept records are written again instead.
-            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
-            self._board = SummaryWriter(self.path / "tensorboard")
-            for record in kept:
-                self._show_on_board(record["step"], record)
+        write_text(self.path / "config.yaml", to_yaml(config))
+        metrics, _, samples = (_set_back(self.path / name, done) for name in LOGS)
+        write_text(self.path / "samples.txt", "".join(map(_sample_text, samples)))
+        # TensorBoard purges by file name, so the kept records are written again instead.
+        shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
+        self._board = SummaryWriter(self.path / "tensorboard")
+        for record in metrics:
+            self._show_on_board(record["step"], record)
 
     def log_step(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one step to `metrics.jsonl` and to TensorBoard.
@@ -113,8 +106,8 @@ class RunFolder:
             values: name -> number; NaN and infinities become null, which is valid JSON.
         """
         plain = {name: float(value) for name, value in values.items()}
-        with storage_errors(self.path / "metrics.jsonl"):
-            _write_line(self._metrics, {"step": step, **plain})
+        _append(self.path / "metrics.jsonl", _line({"step": step, **plain}))
+        with storage_errors(self.path / "tensorboard"):
             self._show_on_board(step, plain)
             self._board.flush()
 
@@ -143,43 +136,37 @@ class RunFolder:
             for (at, count, strategy), before in zip(passes, [None, *passes], strict=False)
             if before is None or before[1:] != (count, strategy)
         ]
-        with storage_errors(self.path / "rollouts.jsonl"):
-            _write_line(self._rollouts, {"step": step, "lengths": lengths, "active": active})
+        record = {"step": step, "lengths": lengths, "active": active}
+        _append(self.path / "rollouts.jsonl", _line(record))
 
     def log_samples(self, step: int, samples: Iterable[Sample]) -> None:
         """Appends responses of a step to `samples.jsonl` and, as text, to `samples.txt`."""
-        with storage_errors(self.path / "samples.jsonl"):
-            for sample in samples:
-                record = {"step": step, **dataclasses.asdict(sample)}
-                if not sample.parts:
-                    del record["parts"]
-                _write_line(self._samples, record)
-                self._sample_text.write(_sample_text(record))
-            self._sample_text.flush()
+        records = [{"step": step, **dataclasses.asdict(sample)} for sample in samples]
+        for record in records:
+            if not record["parts"]:
+                del record["parts"]
+        _append(self.path / "samples.jsonl", *map(_line, records))
+        _append(self.path / "samples.txt", *map(_sample_text, records))
 
     def save_checkpoint(
         self, step: int, write_policy: Callable[[Path], None], states: Mapping[str, Any]
     ) -> Checkpoint:
-        """Saves a complete checkpoint after `step`, and keeps the last `run.keep_checkpoints`.
-
-        Args:
-            step: the last finished step, already logged.
-            write_policy, states: see `driver.records.checkpoint.save_checkpoint`.
-        """
+        """`save_checkpoint` after a step that is logged; keeps the last `run.keep_checkpoints`."""
         return run_checkpoint.save_checkpoint(
             self.checkpoints, step, write_policy, states, self._keep
         )
 
     def save_reference(self, write_policy: Callable[[Path], None]) -> None:
         """Saves the reference policy of the KL term, replacing an earlier one."""
-        run_checkpoint.save_reference(self.checkpoints, write_policy)
+        place = self.path / run_checkpoint.REFERENCE
+        shutil.rmtree(place, ignore_errors=True)
+        run_checkpoint.save_checkpoint(place, 0, write_policy, {}, keep=1)
 
     def check_inputs(self, fingerprints: Mapping[str, str]) -> None:
         """Rejects a resume with data or a model that changed since the run started.
 
         Args:
-            fingerprints: setting -> hash of the contents that it names. A new run stores them in
-                `inputs.json`.
+            fingerprints: setting -> hash of the contents that it names, stored in `inputs.json`.
 
         Raises:
             UserError: the contents have changed.
@@ -224,12 +211,10 @@ class RunFolder:
             shutil.rmtree(self.path)
 
     def close(self) -> None:
-        """Closes the files; logged records are on disk already."""
-        with storage_errors(self.path), contextlib.ExitStack() as files:
-            files.callback(self._lock.close)
-            for file in (self._metrics, self._rollouts, self._samples, self._sample_text):
-                files.callback(file.close)
-            files.callback(self._board.close)
+        """Closes TensorBoard's file and gives up the folder; logged records are on disk."""
+        with storage_errors(self.path):
+            self._lock.close()
+            self._board.close()
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -311,23 +296,19 @@ def _set_back(path: Path, last_step: int) -> list[dict[str, Any]]:
     """The records up to a step; later ones, which run again, go to `<name>.replaced.jsonl`."""
     records = read_jsonl(path)
     kept = [record for record in records if record["step"] <= last_step]
-    if len(kept) < len(records):
-        with _append(path.with_suffix(".replaced.jsonl")) as replaced:
-            for record in records:
-                if record["step"] > last_step:
-                    _write_line(replaced, record)
-    if path.exists():
-        write_text(path, "".join(json.dumps(_json_safe(record)) + "\n" for record in kept))
+    if replaced := [record for record in records if record["step"] > last_step]:
+        _append(path.with_suffix(".replaced.jsonl"), *map(_line, replaced))
+    write_text(path, "".join(map(_line, kept)))
     return kept
 
 
-def _append(path: Path) -> TextIO:
-    return path.open("a", encoding="utf-8")
+def _append(path: Path, *texts: str) -> None:
+    with storage_errors(path), path.open("a", encoding="utf-8") as file:
+        file.writelines(texts)
 
 
-def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
-    file.write(json.dumps(_json_safe(record)) + "\n")
-    file.flush()
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(_json_safe(record)) + "\n"
 
 
 def _json_safe(value: Any) -> Any:

@@ -33,7 +33,7 @@ def save_parts(folder: Path, parts: Parts, group: dist.ProcessGroup | None) -> N
     torch's own writer serializes a file in memory, copies it twice and writes one at a time.
 
     Args:
-        folder: exists when the first rank calls, or is made.
+        folder: is made if it does not exist.
         parts: tensors by two names; `DTensor`s if several ranks hold parts.
         group: of the ranks; None = there is one.
 
@@ -79,21 +79,13 @@ def _offsets(tensor: Any) -> list[int]:
     """Where this rank's part begins in each dimension of the whole tensor."""
     if not hasattr(tensor, "to_local"):
         return [0] * tensor.dim()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
 
-    place = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return list(place[1])
+    return list(place(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
 def load_parts(folder: Path, parts: Parts, group: dist.ProcessGroup | None) -> None:
-    """Copies saved values into tensors; with several ranks a collective call.
-
-    Args:
-        folder: see `save_parts`.
-        parts: tensors by two names, all of which the folder must hold.
-        group: of the ranks; None = there is one.
+    """Copies what `save_parts` saved into tensors; with several ranks a collective call.
 
     Raises:
         UserError: a tensor is missing, has another shape or cannot be read.
@@ -105,14 +97,10 @@ def load_parts(folder: Path, parts: Parts, group: dist.ProcessGroup | None) -> N
     try:
         dcp.load(_flat(parts), storage_reader=reader, process_group=group, no_dist=group is None)
     except dcp.api.CheckpointException as error:
-        raise UserError(f"{folder}: cannot be read ({_reason(error)})") from error
+        cause, _ = next(iter(error.failures.values()))
+        reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
+        raise UserError(f"{folder}: cannot be read ({reason})") from error
 
 
 def _flat(parts: Parts) -> dict[str, Tensor]:
     return {f"{kind}.{name}": x for kind, named in parts.items() for name, x in named.items()}
-
-
-def _reason(error: Any) -> str:
-    """The first error of a rank, in one line."""
-    cause, _ = next(iter(error.failures.values()))
-    return f"{type(cause).__name__}: {cause}".splitlines()[0]

@@ -19,11 +19,7 @@ OUTSIDE_STEP = ("load", "warmup", "eval", "checkpoint", "checkpoint_end", "plots
 
 
 class Phases:
-    """Seconds by phase, of the current step and of the whole run; each is a span of `train`.
-
-    Args:
-        rank, ranks: rank of this process, and the number of ranks.
-    """
+    """Seconds by phase, of the current step and of the whole run; each is a span of `train`."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.timeline = Timeline(rank, ranks)

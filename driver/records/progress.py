@@ -36,8 +36,7 @@ def step_line(step: int, values: Mapping[str, float], width: int = 0) -> str:
     """Name and value of each metric of `COLUMNS` in the metrics of a step.
 
     Args:
-        step: its number.
-        values: the metrics in `metrics.jsonl`.
+        step, values: number and metrics of the step.
         width: characters of a line, which is wrapped between two cells; 0 = one line.
 
     Example:

@@ -6,7 +6,7 @@ import functools
 import json
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,9 +33,9 @@ class Event(NamedTuple):
 class Timeline:
     """Events of a run in Chrome's trace format, with a bounded file size.
 
-    A step is kept or dropped as a whole: when the kept steps exceed the limit, every second one is
-    dropped, and from then on only every second step is recorded. A step that alone exceeds an
-    eighth of the limit keeps every k-th of its frequent events. `otherData` reports the thinning.
+    When the steps exceed the limit, every second one is dropped, and from then on only every second
+    step is recorded. A step that alone exceeds an eighth of the limit keeps its phases and every
+    k-th of its other events. `otherData` reports the thinning.
 
     Args:
         rank: the process of a distributed run; its number is the event's `pid`.
@@ -50,7 +50,7 @@ class Timeline:
         self._events: list[Event] = []  # of the current step; other threads append
         self._steps: list[tuple[int, str]] = []  # (step, its events as JSON)
         self._size = 0
-        self._tracks = list(TRACKS)
+        self._tracks = {part: tid for tid, part in enumerate(TRACKS)}
         self._thinned = 0  # steps that lost some of their events
 
     def align(self, unix_s: float) -> None:
@@ -59,11 +59,10 @@ class Timeline:
         self.started_unix_s = unix_s
 
     def add(self, part: str, name: str, begin: float, end: float, **args: object) -> None:
-        """Adds an event of the current step; any thread may call it.
+        """Adds an event of the current step to a track; any thread may call it.
 
         Args:
-            part: the track.
-            name: of the event.
+            part, name: the track, and the event.
             begin, end: by `time.perf_counter`.
             args: shown when the event is selected.
         """
@@ -79,12 +78,7 @@ class Timeline:
         self._take(step, [Event("train", f"{STEP} {step}", begin, length, {STEP: step}), *events])
 
     def resume(self, path: Path, last_step: int) -> None:
-        """Loads the events of an earlier process; new events follow those of all its ranks.
-
-        Args:
-            path: its `trace.json`; need not exist.
-            last_step: later steps are dropped.
-        """
+        """Loads events up to a step of an earlier process; new ones follow those of all ranks."""
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             events = [
@@ -111,16 +105,11 @@ class Timeline:
     def text(self) -> str:
         """This rank's part of the file: its events, and the names of its tracks."""
         names = [self._name("process_name", 0, f"rank {self.rank}")]
-        names += [self._name("thread_name", tid, part) for tid, part in enumerate(self._tracks)]
+        names += [self._name("thread_name", tid, part) for part, tid in self._tracks.items()]
         return ",\n".join([*map(json.dumps, names), *(text for _, text in self._steps)])
 
     def write(self, path: Path, others: Sequence[str] = ()) -> None:
-        """Replaces the file.
-
-        Args:
-            path: of `trace.json`.
-            others: `text()` of the other ranks.
-        """
+        """Replaces `trace.json`; `others` are the `text()` of the other ranks."""
         other = json.dumps({"every": self.every, "thinned_steps": self._thinned})
         body = ",\n".join([self.text(), *others])
         write_text(path, f'{{"otherData": {other}, "traceEvents": [\n{body}\n]}}\n')
@@ -130,17 +119,13 @@ class Timeline:
         lines = []
         for part, name, begin, length, args in events:
             shown = ",".join(f"{_json(key)}:{_json(value)}" for key, value in args.items())
+            tid = self._tracks.setdefault(part, len(self._tracks))
             lines.append(
                 f'{{"name":{_json(name)},"cat":{_json(part)},"ph":"X","pid":{self.rank},'
-                f'"tid":{self._track(part)},"ts":{1e6 * begin:.1f},"dur":{1e6 * length:.1f},'
+                f'"tid":{tid},"ts":{1e6 * begin:.1f},"dur":{1e6 * length:.1f},'
                 f'"args":{{{shown}}}}}'
             )
         return ",\n".join(lines)
-
-    def _track(self, part: str) -> int:
-        if part not in self._tracks:
-            self._tracks.append(part)
-        return self._tracks.index(part)
 
     def _name(self, kind: str, tid: int, name: str) -> dict[str, Any]:
         args = {"name": name}
@@ -150,7 +135,8 @@ class Timeline:
         text, stride = self._to_text(events), 1
         while len(text) > self.max_bytes // 8 and stride <= len(events):
             stride *= 2
-            text = self._to_text(_every(events, stride))
+            kept = [e for i, e in enumerate(events) if e.part == "train" or i % stride == 0]
+            text = self._to_text(kept)
         self._thinned += stride > 1
         self._steps.append((step, text))
         self._size += len(text)
@@ -163,18 +149,3 @@ class Timeline:
 def _read(event: dict[str, Any]) -> Event:
     begin, length = event["ts"] / 1e6, event["dur"] / 1e6
     return Event(event["cat"], event["name"], begin, length, event.get("args", {}))
-
-
-def _every(events: list[Event], stride: int) -> list[Event]:
-    """Every `stride`-th event of each frequent name, and all events of rare names if possible."""
-    count = Counter(event.name for event in events)
-    most = max(count.values())
-    if stride > most:  # a step of very many names
-        return events[:: stride // most]
-    seen: dict[str, int] = defaultdict(int)
-    kept = []
-    for event in events:
-        if count[event.name] < 100 or seen[event.name] % stride == 0:
-            kept.append(event)
-        seen[event.name] += 1
-    return kept

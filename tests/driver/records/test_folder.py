@@ -321,13 +321,13 @@ class FullFile:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_folder_closes_every_file_and_goes_even_when_the_disk_is_full(tmp_path):
+def test_a_folder_is_given_up_and_goes_even_when_the_disk_is_full(tmp_path):
     folder = RunFolder(config(tmp_path))
-    folder._metrics.close()
-    folder._metrics = FullFile()
+    folder._board.close()
+    folder._board = FullFile()
     with pytest.raises(UserError, match="cannot be written .No space left on device"):
         folder.close()
-    assert folder._samples.closed and folder._sample_text.closed
+    assert folder._lock._handle is None
     with pytest.warns(UserWarning, match="the cleanup after an error failed .*No space left"):
         folder.discard()
     assert not folder.path.exists()

@@ -11,7 +11,8 @@ from driver.common.stop import Stopped
 from driver.config.load import load_config
 from driver.records.folder import read_jsonl
 from driver.records.progress import Progress
-from driver.report.page import _sample
+from driver.report.data import RunData
+from driver.report.page import MAX_SAMPLES, render
 from driver.run.start import start_run
 from driver.tasks.calculator import CalculatorTask
 from driver.train import train
@@ -88,8 +89,10 @@ def test_samples_show_what_the_tool_wrote(start, monkeypatch):
     answers = [part for sample in samples for part in sample.parts[1::2]]
     assert text.count("--- tool\n") == len(answers)
     assert all(f"--- tool\n{answer}\n--- response\n" in text for answer in answers)
-    page = "".join(map(_sample, records))
-    assert page.count("<mark>") == len(answers) and "<mark>" not in _sample({"response": "1"})
+    some, plain = records[:MAX_SAMPLES], [{"step": 1, "response": "1"}]
+    tools = sum(len(record.get("parts", ())) // 2 for record in some)
+    pages = [render([RunData("a", run.folder.path, samples=shown)]) for shown in (some, plain)]
+    assert [page.count("<mark>") for page in pages] == [tools, 0] and tools > 0
 
 
 def test_limits_of_turns_and_of_the_response(start, monkeypatch):
