@@ -106,27 +106,6 @@ __device__ __forceinline__ uint32_t load_from_l2(const int32_t* from) {
   return word;
 }
 
-// The rows of a level have the same noise. With `d2t`, where an id takes two calls of Philox, the
-// warps of a tile in the rows of a wave, which are consecutive, compute a part of its noise each.
-template <int kWarps, int kTileIds>
-struct NoiseExchange {
-  static constexpr int kMostTiles = kWarps / 2;
-  float exponential[2][kMostTiles][kTileIds][kWarpSize];
-  // Of the noise that was computed before the wait for the previous kernel:
-  uint32_t id[kMostTiles][kTileIds][kWarpSize];
-  uint32_t request_low[kWarps], request_high[kWarps];
-  int32_t position[kWarps];
-
-  __device__ static bool works(const ExpandTreeParams& p, int rows) {
-    return p.d2t != nullptr && rows > 1 && kWarps % rows == 0 && kTileIds % rows == 0;
-  }
-};
-
-// A barrier of the warps of a tile; `tile` is its index in the block.
-__device__ __forceinline__ void sync_tile(int tile, int warps) {
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + tile), "r"(warps * kWarpSize) : "memory");
-}
-
 // The ids of a lane in a tile, in registers.
 template <typename T, int kTileIds>
 class DraftTile {
@@ -187,58 +166,10 @@ class DraftTile {
     return status;
   }
 
-  // Before the wait: computes this warp's part of the noise of a tile, whose ids may be outdated.
-  // `rows` warps share a tile. A block barrier follows.
-  template <typename Exchange>
-  __device__ __forceinline__ void send_early(const ExpandTreeParams& p, const Draw& expected,
-                                             int32_t first, int rows, Exchange& to) {
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const int part = kTileIds / rows, begin = warp % rows * part;
-    Raw<float, kTileIds> ids;
-#pragma unroll
-    for (int i = 0; i < kTileIds; ++i) {
-      const bool mine = i >= begin && i < begin + part && first + i < p.draft_vocab;
-      ids.word[i] = mine ? load_from_l2(p.d2t + first + i) : 0;
-      if (i >= begin && i < begin + part) to.id[warp / rows][i][lane] = ids.word[i];
-    }
-    send(expected, ids, rows, to, 0);
-    if (lane == 0) {
-      to.request_low[warp] = expected.key.request_low;
-      to.request_high[warp] = expected.key.request_high;
-      to.position[warp] = expected.position;
-    }
-  }
-
-  // Whether the noise that was computed before the wait is that of these ids and this draw. Called
-  // by whole warps.
-  template <typename Exchange>
-  __device__ __forceinline__ bool is_early_right(const Draw& noise, int rows,
-                                                 const Exchange& from) const {
-    const int tile = threadIdx.x / kWarpSize / rows, lane = threadIdx.x % kWarpSize;
-    bool right = true;
-#pragma unroll
-    for (int i = 0; i < kTileIds; ++i) right &= from.id[tile][i][lane] == ids_.word[i];
-    const int warp = tile * rows + lane % rows;
-    right &= from.request_low[warp] == noise.key.request_low &&
-             from.request_high[warp] == noise.key.request_high &&
-             from.position[warp] == noise.position;
-    return __all_sync(kFullWarp, right);
-  }
-
-  // Computes this warp's part of the noise of the tile; sync_tile follows.
-  template <typename Exchange>
-  __device__ __forceinline__ void send(const Draw& noise, int rows, Exchange& to, int turn) const {
-    send(noise, ids_, rows, to, turn);
-  }
-  template <typename Exchange>
-  __device__ __forceinline__ void receive(int rows, const Exchange& from, int turn) {
-    const int tile = threadIdx.x / kWarpSize / rows, lane = threadIdx.x % kWarpSize;
-#pragma unroll
-    for (int i = 0; i < kTileIds; ++i) exponential_[i] = from.exponential[turn][tile][i][lane];
-  }
-
-  // Computes the noise of the ids, unless it is precomputed. Called by whole warps.
-  __device__ __forceinline__ void draw(const ExpandTreeParams& p, const Draw& noise) {
+  // Computes the noise of the ids, unless it is precomputed; values become scores if
+  // `perturbed`. Called by whole warps.
+  __device__ __forceinline__ void draw(const ExpandTreeParams& p, const Draw& noise,
+                                       bool perturbed) {
     bool right = precomputed_ && expected_request_low_ == noise.key.request_low &&
                  expected_request_high_ == noise.key.request_high &&
                  expected_position_ == noise.position;
@@ -248,10 +179,7 @@ class DraftTile {
     }
     precomputed_ = false;  // valid for the first tile only
     if (!__all_sync(kFullWarp, right)) make_noise(p, noise, ids_, first_);
-  }
-
-  // Values become scores.
-  __device__ __forceinline__ void perturb() {
+    if (!perturbed) return;
     largest_ = kNegInf;
 #pragma unroll
     for (int i = 0; i < kTileIds; ++i) {
@@ -314,20 +242,6 @@ class DraftTile {
   }
 
  private:
-  template <typename Exchange>
-  __device__ __forceinline__ static void send(const Draw& noise, const Raw<float, kTileIds>& ids,
-                                              int rows, Exchange& to, int turn) {
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const int part = kTileIds / rows, begin = warp % rows * part;
-#pragma unroll
-    for (int i = 0; i < kTileIds; ++i) {
-      if (i < begin || i >= begin + part) continue;
-      const uint32_t id = ids.word[i];
-      to.exponential[turn][warp / rows][i][lane] =
-          noise.exponential(noise.group_word(id / kGroup), id);
-    }
-  }
-
   __device__ __forceinline__ void make_noise(const ExpandTreeParams& p, const Draw& noise,
                                              const Raw<float, kTileIds>& ids, int32_t first) {
     static_assert(kTileIds % 4 == 0 && kTileIds <= kGroup);

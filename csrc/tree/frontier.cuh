@@ -63,18 +63,14 @@ class FrontierWords {
   uint32_t word_;
 };
 
-// The depth of the frontier that a level expects: it follows from its drafter slots.
-__device__ __forceinline__ int32_t expected_depth(const ExpandTreeParams& p) {
-  if (p.frontier_ancestors == nullptr) return 0;
-  return static_cast<int32_t>(1 + p.slot_base / max(p.frontier_rows, int64_t{1}));
-}
-
-// The noise key that a level expects.
+// The noise key that a level expects: the depth follows from its drafter slots.
 __device__ __forceinline__ Draw expected_draw(const ExpandTreeParams& p, int64_t b) {
   const volatile int64_t* const request = p.request + b;
   const volatile int32_t* const root_position = p.root_position + b;
+  const int64_t depth =
+      p.frontier_ancestors == nullptr ? 0 : 1 + p.slot_base / max(p.frontier_rows, int64_t{1});
   return {p.round_keys, noise_key(p.seed, *request, NoiseDomain::kTarget),
-          *root_position + expected_depth(p) + 1};
+          *root_position + static_cast<int32_t>(depth) + 1};
 }
 
 }  // namespace tlt

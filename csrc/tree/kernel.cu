@@ -4,13 +4,12 @@
 // waves of up to kWave, and the cluster's warps are distributed over them, so a row is spread over
 // many multiprocessors. The noise of a warp's first ids does not depend on logits: it is computed
 // before the kernel waits for the previous one, from values that rarely change meanwhile, and
-// recomputed if they did. With d2t, warps of the same ids share it. A warp sends the largest value
-// of its ids to all blocks and draws the noise of further ids while it waits for theirs. Then it
-// sums its weights and stores its best K and its sum in the first block, whose warps merge the
-// lists, and score, link and rank the children in shared memory. What a block needs from another is
-// written into its shared memory before a barrier and never fetched after one, unless the lists are
-// too long for that. The log-softmax sums integer weights floor(2^40 exp(value - max)), so scores
-// have the CPU's bits.
+// recomputed if they did. A warp sends the largest value of its ids to all blocks and draws the
+// noise of further ids while it waits for theirs. Then it sums its weights and stores its best K
+// and its sum in the first block, whose warps merge the lists, and score, link and rank the
+// children in shared memory. What a block needs from another is written into its shared memory
+// before a barrier and never fetched after one, unless the lists are too long for that. The
+// log-softmax sums integer weights floor(2^40 exp(value - max)), so scores have the CPU's bits.
 //
 // Reads B * F * draft_vocab logits once from memory, and once more from cache if a warp has more
 // than one tile (the largest value must be known before the weights). Limits: K <= 128, 256 drafter
@@ -231,8 +230,6 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
   extern __shared__ Candidate memory[];
   __shared__ Shared shared;
   constexpr int kWarps = Size::kWarps, kIds = Size::kIds;
-  __shared__ NoiseExchange<kWarps, kIds> exchange;
-  int turn = 0;  // which of its two buffers was written last
   Cluster<kWarps * kWarpSize> cluster;
   cluster.arrive();
   const int top_k = static_cast<int>(p.top_k), rows = static_cast<int>(p.frontier_rows);
@@ -263,15 +260,9 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
     const int32_t step = assignment.slices * Tile::kTile, begin = slice * Tile::kTile + lane * kIds;
     const int32_t end = has_slice ? columns + lane * kIds : 0;  // the same for all lanes of a tile
     Tile tile;
-    bool shares = exchange.works(p, assignment.rows);
     if (wave == 0) {  // all loads so far were speculative
       const volatile float* const temperature = p.temperature + b;
-      const bool noisy = begin < end && !is_greedy(*temperature);
-      if (shares) {
-        if (lane == 0) exchange.position[warp] = -1;  // no draw's
-        if (noisy) tile.send_early(p, expected_draw(p, b), begin, assignment.rows, exchange);
-        __syncthreads();
-      } else if (noisy) {
+      if (begin < end && !is_greedy(*temperature)) {
         tile.precompute(p, expected_draw(p, b), begin);
       }
       wait_for_prior_grid();
@@ -285,9 +276,6 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
     const Row<T> logits(data, words.temperature());
     const Draw draw{p.round_keys, noise_key(p.seed, words.request(), NoiseDomain::kTarget),
                     words.root_position() + row.depth + 1};
-    // With other rows, which are rare, the warps of a tile have no common noise or other loops.
-    const bool usual = row.active && row.depth == expected_depth(p);
-    if (shares && (wave > 0 || step < columns)) shares = __syncthreads_and(usual || !has_slice);
     if (cluster_warp == mine && lane == 0) {  // in the first block
       shared.parent[wave + mine] = row.parent;
       shared.depth[wave + mine] = row.depth;
@@ -323,20 +311,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
           status |= tile.prepare(p, logits);
         }
         if (!perturbed) send();
-        if (fresh && !logits.greedy && (pass == 0 || perturbed)) {
-          const bool early = wave == 0 && pass == 0 && first == begin;
-          if (shares && !early) {
-            turn ^= 1;
-            tile.send(draw, assignment.rows, exchange, turn);
-            sync_tile(warp / assignment.rows, assignment.rows);
-          }
-          if (shares && (!early || tile.is_early_right(draw, assignment.rows, exchange))) {
-            tile.receive(assignment.rows, exchange, turn);
-          } else {
-            tile.draw(p, draw);
-          }
-          if (perturbed) tile.perturb();
-        }
+        if (fresh && !logits.greedy && (pass == 0 || perturbed)) tile.draw(p, draw, perturbed);
         if (perturbed) send();
         if (pass == 0 && last) cluster.arrive();  // also waits for the values that were sent
         if (some && pass == 0) tile.offer(p, exact, list);
