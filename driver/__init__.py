@@ -16,6 +16,12 @@ __all__ = ["Request", "Response", "SamplingParams", "Session"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import session
+    try:
+        from . import session
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers"):
+            raise
+        from .cli import INSTALL
 
+        raise ImportError(f"{__name__}: {error.name} is missing; run {INSTALL}") from error
     return getattr(session, name)

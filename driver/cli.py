@@ -23,6 +23,7 @@ COMMANDS = {
     "report": "write one HTML page about one run or several",
 }
 HELP = {"-h", "--help"}
+INSTALL = "pip install -e '.[driver]' in the checkout"
 
 
 def main() -> NoReturn:
@@ -52,7 +53,7 @@ def start(name: str) -> NoReturn:
         if missing == "tlt_ext":  # the message names the remedy
             sys.stderr.write(f"error: {error}\n")
         elif isinstance(error, ModuleNotFoundError) and missing != __name__.partition(".")[0]:
-            sys.stderr.write(f"error: {missing} is missing; pip install 'tlt-ext[driver]'\n")
+            sys.stderr.write(f"error: {missing} is missing; run {INSTALL}\n")
         else:
             raise
         sys.exit(2)

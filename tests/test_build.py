@@ -147,3 +147,27 @@ def test_a_folder_without_the_core_is_named(tmp_path):
         assert done.returncode and "circular" not in done.stderr
         assert f"{tmp_path}/tlt_ext has no native core: build it there" in last
     assert done.stderr.startswith("error: tlt_ext: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("MAX_DEPTH", "importlib.reload(tlt_ext.limits)"),
+        ("set_num_threads", "tlt_ext.set_num_threads(1)"),
+    ],
+)
+def test_a_core_of_older_sources_is_named(name, use):
+    """As after `git pull` without a new build: at import, and when an op is called."""
+    code = f"""if True:
+        import importlib, tlt_ext
+        delattr(tlt_ext._C, "{name}")
+        assert not hasattr(tlt_ext._C, "__wrapped__")
+        try:
+            {use}
+        except ImportError as error:
+            assert error.name == "tlt_ext._C"  # `driver.cli` prints the message of these alone
+            raise
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert f"has no {name}, it was built from older sources: run `pip install -e .`" in last

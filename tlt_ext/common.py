@@ -2,9 +2,22 @@
 
 import enum
 import sys
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from tlt_ext import _C
+
+
+def _older_build(name: str) -> NoReturn:
+    if name.startswith("__"):  # as inspect reads
+        raise AttributeError(name)
+    raise ImportError(
+        f"tlt_ext: {_C.__file__} has no {name}, it was built from older sources: run"
+        " `pip install -e .` in the checkout again",
+        name="tlt_ext._C",
+    )
+
+
+vars(_C)["__getattr__"] = _older_build  # after `git pull` without a new build
 
 
 class Array(Protocol):

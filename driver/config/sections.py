@@ -16,6 +16,7 @@ from .fields import Section, setting
 from .strategy import OFF, REJECTION, SHARED, Strategy, parse_strategies, split_strategies
 
 DTYPES = ("float32", "bfloat16", "float16")
+GROUP_SIZES = (1, 2, 4, 8)  # of engine.tensor_parallel
 MAX_NAME_BYTES = 200  # a file name may have 255, and files beside the folder have longer names
 MAX_PREFILL_CHUNK = 8192
 MIN_TEMPERATURE = 0.01  # below, logits over temperature lose the resolution of float32
@@ -274,7 +275,7 @@ class EngineConfig(Section, prefix="engine."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tensor_parallel not in (1, 2, 4, 8):
+        if self.tensor_parallel not in GROUP_SIZES:
             raise UserError(
                 f"engine.tensor_parallel: must be 1, 2, 4 or 8, got {self.tensor_parallel}"
             )

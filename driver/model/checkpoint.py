@@ -72,6 +72,23 @@ def check_shapes(spec: ModelSpec, shapes: Mapping[str, Sequence[int]], where: st
             raise UserError(f"{where}: {name} is not a tensor of {spec.family}")
 
 
+def check_dense(name: str, weight: object, where: str) -> None:
+    """Rejects what is not a whole dense tensor with values.
+
+    Args:
+        name, weight: of the tensor.
+        where: named in messages.
+    """
+    if not isinstance(weight, Tensor):
+        raise UserError(f"{where}: {name} is a {type(weight).__name__}; expected tensors")
+    if weight.is_meta:
+        raise UserError(f"{where}: {name} is on the meta device, without values; load it first")
+    if hasattr(weight, "full_tensor"):
+        raise UserError(f"{where}: {name} is a DTensor, a part of it is here; give full_tensor()")
+    if weight.layout is not torch.strided:
+        raise UserError(f"{where}: {name} is {weight.layout}; give to_dense()")
+
+
 @torch.no_grad()
 def check_finite(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) -> None:
     """Rejects weights that are not finite in a dtype; waits once for each device.
@@ -81,10 +98,7 @@ def check_finite(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) 
     """
     ends: dict[torch.device, list[Tensor]] = {}
     for name, weight in weights.items():
-        if not isinstance(weight, Tensor):
-            raise UserError(f"{where}: {name} is a {type(weight).__name__}; expected tensors")
-        if weight.is_meta:
-            raise UserError(f"{where}: {name} is on the meta device, without values; load it first")
+        check_dense(name, weight, where)
         if weight.is_floating_point() and weight.numel():
             ends.setdefault(weight.device, []).extend(weight.aminmax())  # NaN if any weight is
     most = torch.finfo(dtype).max

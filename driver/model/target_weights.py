@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common.errors import UserError
-from .checkpoint import check_shapes
+from .checkpoint import check_dense, check_shapes
 from .families import EMBEDDING, FINAL_NORM, GATE_UP, HEAD, LAYER, QKV
 from .shards import Shard
 from .spec import ModelSpec
@@ -84,9 +84,10 @@ class TargetWeights:
                 shapes[name] = weight.shape
                 own = self._named.get(name)
                 if own is not None and weight.shape == self._shapes[name]:
-                    _check_float(name, weight)
+                    self._check_values(name, weight)
                     own.copy_(self._part(name, weight))
                 elif name == HEAD:
+                    self._check_values(name, weight)
                     tied = weight.to(self.embedding)  # the embedding may come later
         check_shapes(self.spec, shapes, "weights")
         if tied is not None and not torch.equal(tied, self.embedding):
@@ -101,11 +102,17 @@ class TargetWeights:
     def _check(self, weights: Mapping[str, Tensor]) -> None:
         check_shapes(self.spec, {name: w.shape for name, w in weights.items()}, "weights")
         for name in self._named:
-            _check_float(name, weights[name])
+            self._check_values(name, weights[name])
         if HEAD in weights and HEAD not in self._named:
             head, embedding = weights[HEAD], weights[EMBEDDING]
             if head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
                 raise UserError(f"weights: {HEAD} is not {EMBEDDING}, which the config ties")
+
+    def _check_values(self, name: str, weight: Tensor) -> None:
+        if self.device.type != "meta":  # a memory estimate
+            check_dense(name, weight, "weights")
+        if not weight.is_floating_point():
+            raise UserError(f"weights: {name} is {weight.dtype}; expected floats")
 
     def _allocate_layer(self, prefix: str) -> DecoderLayer:
         shapes = self.shard.layer_shapes()
@@ -143,8 +150,3 @@ class TargetWeights:
     def _weight(self, name: str, *shape: int) -> Tensor:
         self._named[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
         return self._named[name]
-
-
-def _check_float(name: str, weight: Tensor) -> None:
-    if not weight.is_floating_point():
-        raise UserError(f"weights: {name} is {weight.dtype}; expected floats")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from ..common.errors import UserError
 from ..config.load import Config
+from ..config.sections import GROUP_SIZES
+from ..model.shards import Shard
+from ..tasks import make_task
 from .footprint import RunShape
 
 Changes = dict[str, Any]  # setting -> value
@@ -44,11 +48,11 @@ def check_fits(config: Config, shape: RunShape, limit_gb: float) -> None:
     held = parts.always | parts.phases[parts.largest]
     largest = max(held, key=lambda part: held[part])
     changes = fitting(config, shape, limit_gb)
-    remedy = f"it fits with {as_words(changes)}" if changes else ""
+    remedy = f"it fits with {as_words(changes)}" if changes else "use more ranks"
     raise UserError(
         f"memory: the run needs {parts.peak / 1e9:.2f} GB in the phase {parts.largest!r}, there are"
         f" {limit_gb:.2f} GB; the largest part is {largest}, {held[largest] / 1e9:.2f} GB;"
-        f" {remedy or 'use more ranks or engine.tensor_parallel'}; if responses stay far below"
+        f" {remedy}; if responses stay far below"
         " sampling.max_new_tokens, run.check_memory=false starts the run anyway"
     )
 
@@ -107,10 +111,23 @@ def _savings(config: Config, shape: RunShape) -> Iterator[tuple[str, Any]]:
         yield "engine.max_batch", size
     if engine.num_pages:
         yield "engine.num_pages", 0
+    for size in _group_sizes(config, shape):
+        yield "engine.tensor_parallel", size
     if grpo.offload != "all":
         yield "grpo.offload", "all"
     for size in _halves(min(engine.max_batch, 8), 1):
         yield "engine.max_batch", size
+
+
+def _group_sizes(config: Config, shape: RunShape) -> Iterator[int]:
+    """Larger values of `engine.tensor_parallel` that the run could use."""
+    sizes = [n for n in GROUP_SIZES if n > config.engine.tensor_parallel and shape.ranks % n == 0]
+    if not sizes or config.spot.rebalance or make_task(**asdict(config.task)).has_turns:
+        return
+    for size in sizes:
+        with suppress(UserError):  # a head would be divided
+            Shard.of(shape.spec, 0, size)
+            yield size
 
 
 def _halves(value: int, least: int) -> Iterator[int]:

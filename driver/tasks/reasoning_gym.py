@@ -39,7 +39,7 @@ class ReasoningGymTask(Task):
             import reasoning_gym
         except ImportError:
             raise UserError(
-                "task.name=reasoning_gym: the package is missing; pip install 'tlt-ext[gym]'"
+                "task.name=reasoning_gym: the package is missing; pip install reasoning-gym"
             ) from None
         try:
             size = _LISTED_SIZE if dataset in _LISTED else _SIZE

@@ -63,7 +63,7 @@ def test_modules_start_the_same_way(module):
 
 
 def test_a_missing_package_is_one_line():
-    """As without `pip install 'tlt-ext[driver]'`."""
+    """As after `pip install -e .` alone."""
     code = """
         import sys
         sys.modules["rich"] = None  # as if it were not installed
@@ -73,7 +73,10 @@ def test_a_missing_package_is_one_line():
     """
     done = python(code)
     assert done.returncode == 2
-    assert done.stderr == "error: rich is missing; pip install 'tlt-ext[driver]'\n"
+    remedy = "is missing; run pip install -e '.[driver]' in the checkout\n"
+    assert done.stderr == f"error: rich {remedy}"
+    done = python("import sys; sys.modules['transformers'] = None; from driver import Session")
+    assert done.stderr.endswith(f"ImportError: driver: transformers {remedy}")
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

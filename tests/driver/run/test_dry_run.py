@@ -268,7 +268,7 @@ def test_a_run_of_an_unknown_machine_fits_and_a_refusal_names_settings_that_help
     wanted = "there are .* GB; .*it fits with engine.free_in_update=true;.*run.check_memory"
     with pytest.raises(UserError, match=wanted):
         check_fits(config, shape, peak - 0.01)
-    with pytest.raises(UserError, match="GB; use more ranks or .*run.check_memory"):
+    with pytest.raises(UserError, match="GB; use more ranks; .*run.check_memory"):
         check_fits(config, shape, 15.0)  # less than the engine's weights
 
 
@@ -308,6 +308,26 @@ def test_the_settings_that_fit_and_cost_least_are_found(seven_b, words, limit_gb
     found = fitting(config, shape, limit_gb)
     assert found == wanted
     assert fits(changed(config, found), shape, limit_gb) and not fits(config, shape, limit_gb)
+
+
+def test_ranks_that_cannot_hold_the_engine_are_told_to_share_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    lines = []
+    words = ["preset=7b", f"model.path={tmp_path}", "ranks=8", "memory_gb=141"]
+    with pytest.raises(UserError, match="it fits with .*engine.tensor_parallel=2"):
+        dry_run.dry_run(words, lines.append)
+    assert lines[-2] == "fits 141 GB:"
+    command = lines[-1].split()
+    assert command[:5] == ["torchrun", "--standalone", "--nproc-per-node", "8", "-m"]
+    assert "engine.tensor_parallel=2" in command
+    dry_run.dry_run([*command[6:], *words[2:]], lines.append)
+    for other, remedy in (
+        ("ranks=7", "use more ranks;"),  # no groups
+        ("spot.rebalance=2", "use more ranks;"),  # which groups refuse
+        ("task.name=calculator", "use more ranks;"),
+    ):
+        with pytest.raises(UserError, match=remedy):
+            dry_run.dry_run([*words, other], lines.append)
 
 
 def test_the_command_that_fits_is_printed(seven_b):

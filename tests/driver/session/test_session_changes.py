@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from driver.common.errors import UserError
+from driver.common.world import World
 from tests.driver.poison import poison
 from tests.driver.rollout.test_engine import STRATEGIES, Choose, same
 from tests.driver.session.test_session import (
@@ -101,8 +104,18 @@ def test_weights_that_do_not_fit_are_refused(session):
         session.update_weights(torch.nn.Linear(1, 1))
     with pytest.raises(UserError, match="model.norm.weight is a float; expected tensors"):
         session.update_weights(weights | {name: 1.0})
-    with pytest.raises(UserError, match="model.norm.weight is on the meta device, without values"):
-        session.update_weights(weights | {name: weights[name].to("meta")})
+    World().form_group("cpu")
+    mesh = init_device_mesh("cpu", (1,))
+    for weight, message in (
+        (weights[name].to("meta"), "on the meta device, without values"),
+        (weights[name].to_sparse(), "torch.sparse_coo; give to_dense"),
+        (distribute_tensor(weights[name], mesh), "a DTensor, .*; give full_tensor"),
+        (weights[name].int(), "torch.int32; expected floats"),
+    ):
+        for form in (dict, dict.items):
+            with pytest.raises(UserError, match=f"{name} is {message}"):
+                session.update_weights(form(weights | {name: weight}))
+    session.update_weights(weights)
     with pytest.raises(UserError, match=f"{name} has shape .0., config.json makes it .48."):
         session.update_weights(weights | {name: torch.empty(0)})
     with pytest.raises(UserError, match="a stream has .name, tensor. pairs, got tensor"):
