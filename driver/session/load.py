@@ -135,6 +135,11 @@ def end_ids(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
 def spec_of(policy: PreTrainedModel) -> ModelSpec:
     """The engine's description of a transformers model."""
     head, embedding = policy.get_output_embeddings(), policy.get_input_embeddings()
+    if head is None:
+        raise UserError(
+            f"model: a {type(policy).__name__} has no head; give a model for causal language"
+            " modelling, such as LlamaForCausalLM"
+        )
     stated = {
         "architectures": [type(policy).__name__],
         "eos_token_id": eos_ids(policy),

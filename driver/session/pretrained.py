@@ -51,6 +51,8 @@ def build(
     """The arguments of a session, from those of `Session.from_pretrained`."""
     if not (max_len is None or (isinstance(max_len, Integral) and max_len >= 2)):
         raise UserError(f"max_len: must be at least 2, prompt and response, got {shown(max_len)}")
+    if isinstance(settings, str) or not all(isinstance(word, str) for word in settings):
+        raise UserError(f"settings: must be a list of key=value words, got {shown(settings)}")
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise UserError(
             "model: must be a folder, a name or a transformers model, got"

@@ -24,6 +24,8 @@ from .inbox import Inbox, OnEnd, SessionClosed, Ticket, check_ids
 from .load import use_device
 from .parts import Rollout
 
+EXIT_S = 30.0  # most that the exit of Python waits for a session that was not closed
+
 
 class SharedEngine:
     """Rollouts in the caller's thread, or in one of its own for submitted requests."""
@@ -247,6 +249,8 @@ class SharedEngine:
                 work = partial(_work, self._inbox, self.rollout.target.device)
                 self._worker = threading.Thread(target=work, name="tlt-session", daemon=True)
                 self._worker.start()
+                end = partial(_end_at_exit, self._inbox, weakref.ref(self._worker), os.getpid())
+                weakref.finalize(self._worker, end)
         return tickets
 
     @contextmanager
@@ -274,6 +278,14 @@ def _work(inbox: Inbox, device: torch.device) -> None:
         with suppress(BaseException):  # the futures hold the error
             session.roll_out(())
         del session
+
+
+def _end_at_exit(inbox: Inbox, worker: weakref.ref[threading.Thread], process: int) -> None:
+    """Waits for the burst in flight: Python aborts if it exits while a thread is in an op."""
+    thread = worker()
+    if thread is not None and os.getpid() == process:
+        inbox.close()
+        thread.join(EXIT_S)
 
 
 def _pairs(stream: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -209,6 +209,14 @@ REQUEST = Request(1, 0, (5, 6), SamplingParams(max_new_tokens=4))
         (lambda s: Session.from_pretrained("tiny", tokenizer=5), "tokenizer: must be a tokenizer"),
         (lambda s: Session.from_pretrained("tiny", drafter=5), "drafter: must be a folder, got 5"),
         (lambda s: Session.from_pretrained("tiny", device=0), "run.device: must be cpu, cuda or"),
+        (
+            lambda s: Session.from_pretrained("tiny", settings="run.seed=1"),
+            "settings: must be a li",
+        ),
+        (
+            lambda s: Session.from_pretrained("tiny", settings=[5]),
+            "settings: must be a list of key",
+        ),
     ],
 )
 def test_wrong_types_are_refused(session, call, message):
@@ -232,6 +240,8 @@ def test_an_unexpected_error_of_admission_reaches_the_future(session, monkeypatc
 def test_models_and_sizes_that_cannot_be_used_are_refused(policy):
     with pytest.raises(UserError, match="model: must be a folder, .* got Sequential; unwrap it"):
         Session.from_pretrained(torch.nn.Sequential(policy))
+    with pytest.raises(UserError, match="model: a LlamaModel has no head; give a model for causa"):
+        Session.from_pretrained(policy.model)
     with pytest.raises(UserError, match="max_len: must be at least 2, .* got 0"):
         Session.from_pretrained(policy, max_len=0)
     with pytest.raises(UserError, match="engine.max_batch: must be at least 1, got 0"):
@@ -271,6 +281,25 @@ def test_a_hung_tool_does_not_keep_the_process_and_a_fork_is_refused():
         [sys.executable, "-c", HUNG_TOOL], capture_output=True, text=True, timeout=2 * WAIT_S
     )
     assert (done.returncode, done.stdout) == (0, "SessionClosed\n"), done.stderr
+
+
+NOT_CLOSED = """
+from driver import SamplingParams, Session
+
+session = Session.from_pretrained("tiny", device="cpu")
+started = session.submit([5, 6], SamplingParams(max_new_tokens=3, stop_ids=(1,)))
+endless = SamplingParams(max_new_tokens=1000, stop_ids=(99,))
+running = [session.submit([5, 6], endless) for _ in range(64)]
+started.result(60)
+raise SystemExit(7)  # as after an exception in a cell
+"""
+
+
+def test_a_program_ends_while_a_session_that_was_not_closed_generates():
+    done = subprocess.run(
+        [sys.executable, "-c", NOT_CLOSED], capture_output=True, text=True, timeout=2 * WAIT_S
+    )
+    assert (done.returncode, done.stderr) == (7, "")
 
 
 def test_ids_of_prompts_follow_the_order_of_the_calls(policy):
