@@ -16,10 +16,9 @@ STOPPED = 130  # the exit code of a process that Ctrl-C ended
 
 
 def run_command(command: Callable[[Sequence[str]], None]) -> None:
-    """Runs `command(argv)` on the words of the command line.
+    """Runs `command(argv)`; a UserError is one line on stderr and exit code 2.
 
-    A UserError is one line on stderr and exit code 2. SIGTERM, SIGUSR1 and SIGHUP end the command
-    as Ctrl-C does, so that the results so far are still printed.
+    SIGTERM, SIGUSR1 and SIGHUP end it as Ctrl-C does, so that the results so far are printed.
     """
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP

@@ -62,16 +62,16 @@ def field_types(kind: type[Section]) -> dict[str, Any]:
     return {kind.prefix + item.name: hints[item.name] for item in dataclasses.fields(kind)}
 
 
-def read_value(key: str, declared: Any, raw: Any) -> Any:
+def read_value(key: str, declared: Any, text: str) -> Any:
     """Converts text to the type of a field; the section that takes the value checks its limits.
 
     Args:
         key: names the field in an error.
         declared: str, int, float, bool, or a list of one of them.
-        raw: text, or for a list field a list of texts; anything else is refused.
+        text: of the value.
 
     Raises:
-        UserError: `raw` is of another type.
+        UserError: the text is no such value.
 
     Example:
         >>> read_value("grpo.lr", float, "1e-4"), read_value("bandit.buckets", list[int], "1,2,4")
@@ -79,18 +79,17 @@ def read_value(key: str, declared: Any, raw: Any) -> Any:
     """
     if typing.get_origin(declared) is list:
         (each,) = typing.get_args(declared)
-        items = _split(raw, each) if isinstance(raw, str) else raw
-        if not isinstance(items, list):
-            raise UserError(f"{key}: must be a list, got {raw!r}")
+        separators = re.sub(r"[\[\],;]", " ", text)
+        items = split_strategies(text) if each is str else separators.split()
         return [read_value(f"{key}[{i}]", each, item) for i, item in enumerate(items)]
     kind, read = _KINDS[declared]
     try:
-        if not isinstance(raw, str) or "\0" in raw:  # not allowed in a path
+        if "\0" in text:  # not allowed in a path
             raise ValueError
-        raw.encode()  # a lone surrogate is a byte that is not UTF-8
-        return read(raw)
+        text.encode()  # a lone surrogate is a byte that is not UTF-8
+        return read(text)
     except ValueError:
-        raise UserError(f"{key}: must be {kind}, got {raw!r}") from None
+        raise UserError(f"{key}: must be {kind}, got {text!r}") from None
 
 
 def read_options(kind: type[Options], argv: Sequence[str]) -> Options:
@@ -122,12 +121,6 @@ def nearest(word: str, names: Iterable[str]) -> str:
     names = list(names)
     near = difflib.get_close_matches(word, names, n=1)
     return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
-
-
-def _split(text: str, kind: type) -> list[str]:
-    if kind is str:
-        return split_strategies(text)
-    return re.sub(r"[\[\],;]", " ", text).split()
 
 
 def _read_int(text: str) -> int:

@@ -29,12 +29,7 @@ kind: compare the printed fingerprints."""
 
 
 def help_text(command: str, argv: Sequence[str] = ()) -> str:
-    """The help of a command.
-
-    Args:
-        command: train, warm, generate, identity or export.
-        argv: the other words; a `preset=` among them is shown with its values.
-    """
+    """The help of a command; with `preset=` among the words, also the values of that preset."""
     if command in OPTIONS:
         kind = OPTIONS[command]
         about = textwrap.dedent("    " + (kind.__doc__ or "")).strip()

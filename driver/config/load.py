@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -64,29 +64,25 @@ class Config:
 
 
 def load_config(argv: Sequence[str], *, saved: bool = False) -> Config:
-    """Builds the configuration of a command line.
+    """The checked configuration of a command line: defaults, then the preset, then other words.
 
     Args:
-        argv: `key=value` words; `preset=NAME` or `preset=FILE.yaml` is applied before the others.
+        argv: `key=value` words, among them `preset=NAME` or `preset=FILE.yaml`.
         saved: the preset is the `config.yaml` of a run, perhaps of an earlier version: its keys
             that are no longer settings are ignored with a warning.
-
-    Returns:
-        The checked configuration: dataclass defaults, then the preset, then the other words.
 
     Raises:
         UserError: an unknown key or preset, a malformed word, a wrong type, or a value out of its
             limits; one line that names the key.
     """
-    preset, words = DEFAULT_PRESET, {}
-    types = _key_types()
-    for word in argv:
-        key, text = split_word(word, "run.steps")
-        if key == "preset":
-            preset = text
-        else:
-            words[key] = read_value(key, _declared_type(types, key), text)
-    values = _read_preset(types, preset, saved) | words
+    words = dict(split_word(word, "run.steps") for word in argv)
+    preset = words.pop("preset", DEFAULT_PRESET)
+    texts, types = _read_preset(preset), _key_types()
+    if saved and (unknown := texts.keys() - types.keys()):
+        names = ", ".join(key for key in texts if key in unknown)
+        warnings.warn(f"{preset}: {names}: no longer a setting, ignored", stacklevel=2)
+        texts = {key: text for key, text in texts.items() if key in types}
+    values = {k: read_value(k, _declared_type(types, k), t) for k, t in (texts | words).items()}
     sections: dict[str, Any] = {}
     for name, kind in section_types().items():
         mine = [key for key in values if key.startswith(kind.prefix)]
@@ -120,13 +116,8 @@ def section_types() -> dict[str, type[Section]]:
     return {f.name: hints[f.name] for f in dataclasses.fields(Config) if f.name != "preset"}
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML whose scalars stay text: a field's type decides what `off`, `007` or `1e-4` means."""
-
-    yaml_implicit_resolvers = {
-        first: [pair for pair in pairs if pair[0].endswith((":null", ":merge"))]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+class _Loader(yaml.BaseLoader):
+    """Scalars stay text: a field's type decides what `off`, `007` or `1e-4` means."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [str(key.value) for key, _ in node.value]
@@ -155,33 +146,13 @@ def _declared_type(types: Mapping[str, Any], key: str) -> Any:
     raise UserError(f"{key}: unknown key; {hint}")
 
 
-def _read_preset(types: Mapping[str, Any], preset: str, saved: bool) -> dict[str, Any]:
-    """Dotted key -> value of a preset file."""
-    if _is_file(preset):
-        source = Path(preset)
-    elif preset in preset_names():
-        source = PRESETS / f"{preset}.yaml"
-    else:
+def _read_preset(preset: str) -> dict[str, str]:
+    """Dotted key -> text of a preset file, as on the command line."""
+    if not _is_file(preset) and preset not in preset_names():
         raise UserError(f"preset={preset}: unknown; {nearest(preset, preset_names())}")
-    values: dict[str, Any] = {}
-    unknown = []
-    for key, raw in _read_nodes(preset, source):
-        if key in values:
-            raise UserError(f"preset={preset}: {key} is given twice; remove one")
-        if saved and key not in types:
-            unknown.append(key)
-        else:
-            values[key] = read_value(key, _declared_type(types, key), raw)
-    if unknown:
-        names = ", ".join(unknown)
-        warnings.warn(f"{source}: {names}: no longer a setting, ignored", stacklevel=3)
-    return values
-
-
-def _read_nodes(preset: str, source: Path) -> Iterator[tuple[str, Any]]:
-    """The dotted keys of a YAML file with their text."""
+    source = Path(preset) if _is_file(preset) else PRESETS / f"{preset}.yaml"
     try:
-        tree = yaml.load(source.read_text(encoding="utf-8"), _Loader) or {}  # a SafeLoader
+        tree = yaml.load(source.read_text(encoding="utf-8"), _Loader) or {}  # a safe loader
     except OSError as error:
         raise UserError(f"preset={preset}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
@@ -191,10 +162,16 @@ def _read_nodes(preset: str, source: Path) -> Iterator[tuple[str, Any]]:
     if not isinstance(tree, dict):
         raise UserError(f"preset={preset}: must contain sections with keys, got {tree!r}")
     tree.pop("preset", None)
+    texts = {}
     for name, section in tree.items():
-        if name not in section_types():
-            yield str(name), section
-        elif isinstance(section, dict):
-            yield from ((f"{name}.{key}", raw) for key, raw in section.items())
-        elif section is not None:
+        if name not in section_types():  # a dotted key, or a mistake
+            texts[name] = _text(section)
+        elif section and not isinstance(section, dict):
             raise UserError(f"preset={preset}: {name} must contain keys, got {section!r}")
+        else:
+            texts |= {f"{name}.{key}": _text(value) for key, value in (section or {}).items()}
+    return texts
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

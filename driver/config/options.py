@@ -144,11 +144,7 @@ DRY_RUN = "--dry-run"
 
 
 def check_words(command: str, argv: Sequence[str]) -> Config | Section:
-    """The settings of a run (train, warm) or the options of another command from its words.
-
-    Raises:
-        UserError: one line that names the key.
-    """
+    """The settings of a run (train, warm) or the options of another command from its words."""
     if command in OPTIONS:
         return read_options(OPTIONS[command], argv)
     if command == "train" and DRY_RUN in argv:

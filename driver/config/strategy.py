@@ -103,7 +103,6 @@ class Strategy:
 
     @property
     def drafting(self) -> Kind:
-        """Its kind."""
         return KINDS[self.kind]
 
     @property
@@ -153,9 +152,7 @@ OFF = Strategy(PLAIN.name)
 
 
 def split_strategies(text: str) -> list[str]:
-    """Splits a list typed on the command line, whose items contain commas themselves.
-
-    Items are separated by commas, semicolons or spaces, with or without brackets and quotes.
+    """Splits a list whose items contain commas themselves, with or without brackets and quotes.
 
     Example:
         >>> split_strategies("[off, ngram:4,1,5, learned:8,4,32]")
@@ -169,11 +166,7 @@ def split_strategies(text: str) -> list[str]:
 
 
 def parse_strategies(texts: Iterable[str]) -> tuple[Strategy, ...]:
-    """Parses strategies, one a text.
-
-    Raises:
-        UserError: a malformed or repeated item.
-    """
+    """Parses strategies; raises UserError for a malformed or repeated one."""
     strategies = tuple(Strategy.parse(text) for text in texts)
     for position, strategy in enumerate(strategies):
         if strategy in strategies[:position]:

@@ -1,3 +1,5 @@
+from unittest.mock import Mock
+
 import pytest
 
 from driver.common.errors import UserError
@@ -124,7 +126,7 @@ def test_duplicates_are_refused():
 def test_every_kind_that_drafts_has_a_proposer():
     """That of the oracle is made by the comparison, which knows the answers."""
     drafts = {kind.name for kind in KINDS.values()} - {PLAIN.name, ORACLE.name}
-    assert make_proposers(0, runner=object()).keys() == drafts
+    assert make_proposers(0, runner=Mock()).keys() == drafts
     alone = {name for name in drafts if not KINDS[name].drafter}
     assert make_proposers(0, runner=None).keys() == alone
 
