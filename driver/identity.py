@@ -141,14 +141,14 @@ class Identity:
         for arm in [self.comparison.off, *self.arms]:
             if arm.tokens == 0:
                 continue
-            accept = "-" if arm.accept_length is None else f"{arm.accept_length:.2f}"
+            accept = "-" if arm.stats.accept_length is None else f"{arm.stats.accept_length:.2f}"
             lines.append(
                 f"{arm.name:<16}{arm.tokens:>8}{arm.token_share:>9.2%}"
                 f"{arm.length_share:>9.2%}{arm.bit_share:>11.2%}"
-                f"{accept:>8}{arm.passes:>8}{arm.tokens / arm.seconds:>8.0f}"
+                f"{accept:>8}{arm.stats.target_passes:>8}{arm.tokens / arm.seconds:>8.0f}"
             )
             lines += [f"    first divergence: {text}" for text in arm.divergences]
-        lines.append(f"preemptions: {sum(arm.preemptions for arm in self.arms)}")
+        lines.append(f"preemptions: {sum(arm.stats.preemptions for arm in self.arms)}")
         return "\n".join([*lines, *(f"{a.name}: {a.interruptions}" for a in self.arms[-1:])])
 
 

@@ -20,6 +20,8 @@ from .pages import pages_for
 
 Finish = Literal["stop", "length", "abort"]
 FINISH: tuple[Finish | None, ...] = (None, "stop", "length")  # by the number that the ops write
+# Tokens, log-probs, tokens of each pass, finish and status of a request in a burst.
+Emitted = tuple[list[int], list[float], list[int], int, int]
 MAX_STOP_IDS = 16  # of a request
 MAX_INT32 = 2**31 - 1  # the ops read int32
 
@@ -277,21 +279,13 @@ class RunningRequest:
         """Committed entries that the drafter has yet to write; the last one is always written."""
         return self.context_len - max(0, min(self.draft_len, self.context_len - 1))
 
-    def append(
-        self,
-        tokens: list[int],
-        logprobs: list[float],
-        counts: list[int],
-        finish: int,
-        status: int,
-        strategy: Strategy,
-        version: int,
-    ) -> None:
-        """Adds what a burst emitted: `counts` tokens in its passes, and their finish and status.
+    def append(self, emitted: Emitted, strategy: Strategy, version: int) -> None:
+        """Adds what a burst emitted.
 
         Raises:
             RuntimeError: a pass emitted nothing.
         """
+        tokens, logprobs, counts, finish, status = emitted
         self.status |= status
         if counts[-1] == 0:  # only damaged pages or lengths cause this; it would never finish
             raise RuntimeError(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from ..common.errors import UserError
 from ..config.strategy import Strategy
 from .pages import Admission, Job, PagePool, PrefixCache, pages_for
-from .request import Request, RunningRequest
+from .request import Emitted, Request, RunningRequest
 
 FREE_SHARE = 1 / 8  # of the running requests that finish before waiting ones are admitted
 
@@ -271,7 +270,7 @@ class Scheduler:
     def record(
         self,
         states: Sequence[RunningRequest],
-        rows: Iterable[Any],
+        rows: Iterable[Emitted],
         strategy: Strategy,
         version: int,
     ) -> None:
@@ -282,7 +281,7 @@ class Scheduler:
         """
         for state, row in zip(states, rows, strict=True):
             if not state.finish:  # else in an earlier burst
-                state.append(*row, strategy, version)
+                state.append(row, strategy, version)
 
     def set_draft_lens(
         self, states: Sequence[RunningRequest], lengths: Sequence[int], version: int

@@ -61,12 +61,7 @@ def check_prompts(task: Task, encode: PromptEncoder, max_new_tokens: int, max_po
 def check_context(
     prompt_len: int, max_new_tokens: int, max_position: int, place: str = "", count: int = 1
 ) -> None:
-    """Rejects a prompt whose response may exceed the context.
-
-    Args:
-        prompt_len, max_new_tokens, max_position: tokens.
-        place: location of the prompt, for the message.
-        count: number of prompts that are too long.
+    """Rejects a prompt, the longest of `count`, whose response may exceed the context; in tokens.
 
     Raises:
         UserError: prompt and response may exceed the context.

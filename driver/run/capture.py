@@ -64,10 +64,6 @@ def capture_op(capture: Capture, folder: Path) -> Iterator[None]:
     CUDA graph cannot be captured, so graphs must be off (`PassRunner.op_by_op`). Calls during the
     recording of a graph have no values yet and are not saved.
 
-    Args:
-        capture: the op; the block is part of its step.
-        folder: of the files `<op>-<step>-<call>.pt`.
-
     Raises:
         UserError: the disk is full or unwritable.
     """

@@ -43,58 +43,48 @@ class Experience:
     refills: int = 0
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What a rank adds to a rollout."""
+
+    responses: list[Response]
+    rewards: list[float]
+    stats: RolloutStats
+    tools: ToolStats
+    seconds: float
+    signal: str  # that ends the run; empty = none
+
+
+@dataclass(eq=False)
 class Collector(RolloutObserver):
-    """Draws prompts, rolls them out and scores them; each rank does its share and gets all results.
+    """Draws prompts, rolls them out, scores them; each rank does its share and gets all results."""
 
-    Args:
-        config: of the run.
-        world: the ranks.
-        phases: of the step.
-        task: source of prompts and rewards.
-        encode: tokenizes prompts.
-        session: this rank's engine.
-        params: sampling parameters of every request.
-        workers: score responses, during the rollout if there are worker processes.
-        coordinator: trains the drafter while ranks are idle; None = there is a single rank.
-        captures: folder of captured ops; None = this rank captures none.
-        stop: ends a rollout after a signal.
-        tools: answer turns; None = the task has none.
+    config: Config
+    world: World
+    phases: Phases
+    task: Task
+    encoder: PromptEncoder
+    session: Session  # this rank's engine
+    params: SamplingParams  # of every request
+    workers: RewardWorkers  # score during the rollout if there are worker processes
+    coordinator: Coordinator | None  # trains the drafter while ranks are idle
+    captures: Path | None  # folder of captured ops; None = this rank captures none
+    stop: StopRequest  # ends a rollout after a signal
+    tools: Tools | None = None  # answer turns
+    tail: TailUpdate | None = None  # begins the update during the rollout
 
-    Attributes:
-        tail: begins the update during the rollout; None = it begins afterwards.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        phases: Phases,
-        task: Task,
-        encode: PromptEncoder,
-        session: Session,
-        params: SamplingParams,
-        workers: RewardWorkers,
-        coordinator: Coordinator | None,
-        captures: Path | None,
-        stop: StopRequest,
-        tools: Tools | None = None,
-    ) -> None:
-        self.config, self.world, self.phases = config, world, phases
-        self.task, self._encode, self.session, self.params = task, encode, session, params
-        self.workers, self.coordinator, self.captures = workers, coordinator, captures
-        self.stop, self.tools = stop, tools
-        self.tail: TailUpdate | None = None
+    def __post_init__(self) -> None:
+        world, config = self.world, self.config
         # Ranks with parts of one model make the same rollout; the first of them reports it.
         shared = config.engine.tensor_parallel
         self.group, self.groups = world.rank // shared, world.size // shared
         self.reports = world.rank % shared == 0
-        self.tool_stats = ToolStats()  # of the step, all ranks together
         self.rebalancer: Rebalancer | None = None
         if config.spot.rebalance and world.size > 1:
             self.rebalancer = Rebalancer(world, config.spot.rebalance, config.engine.max_batch)
         self.prompts_drawn = 0  # from the training split
-        self.stats = RolloutStats()  # of the step, all ranks together
-        self.ranks = RankTimes(world, coordinator)
+        self.stats, self.tool_stats = RolloutStats(), ToolStats()  # of the step, all ranks together
+        self.ranks = RankTimes(world, self.coordinator)
         self.lengths = PromptLengths()
         # Work for `on_wait`: finished responses to score (place, prompt, request), and prompts of
         # the next step to draw.
@@ -104,7 +94,6 @@ class Collector(RolloutObserver):
         self._submitted: set[int] = set()  # places of those that the reward workers have
         self._places: list[int] = []  # of all responses; requests moved to other ranks leave gaps
         self._ahead: dict[int, Prompt] = {}
-        self._encoded: dict[str, tuple[int, ...]] = {}  # their ids
         self._most_ahead = 0
 
     def gather(self, step: int) -> Experience:
@@ -113,9 +102,6 @@ class Collector(RolloutObserver):
         With `grpo.max_refills`, groups of equal rewards are replaced by groups of further prompts,
         at most that many times (DAPO's dynamic sampling). The metrics count all responses. Cut
         responses that `grpo.truncated=mask` leaves out are ignored in the comparison.
-
-        Args:
-            step: its number.
 
         Raises:
             Stopped: one of the ranks got a signal; the next call draws the same prompts.
@@ -184,8 +170,10 @@ class Collector(RolloutObserver):
         samples = range(self.config.grpo.samples_per_prompt)
         ids = [[request_id("train", step, p.id, s, refill) for s in samples] for p in prompts]
         requests = []
-        for i in self._shares(prompts)[self.group]:
-            prompt_ids = self._ids(prompts[i])
+        # Balanced by the last response lengths.
+        expected = self.lengths.expected([prompt.text for prompt in prompts])
+        for i in split_by_length(expected, self.groups)[self.group]:
+            prompt_ids = self.encode(prompts[i])
             requests += [Request(id, first + i, prompt_ids, self.params) for id in ids[i]]
         self.world.enter("gen")
         began = time.perf_counter()
@@ -212,7 +200,8 @@ class Collector(RolloutObserver):
         if self.coordinator is not None:
             with self.phases("update_drafter"):
                 self.coordinator.finished()
-        return self._together(prompts, ids, responses, rewards, stats, tools, seconds)
+        part = _Part(responses, rewards, stats, tools, seconds, self.stop.name)
+        return self._together(prompts, ids, part)
 
     @contextlib.contextmanager
     def _capturing(self, step: int) -> Iterator[None]:
@@ -227,37 +216,22 @@ class Collector(RolloutObserver):
                 stack.enter_context(capture_op(capture, self.captures))
             yield
 
-    def _shares(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Indices of the prompts of each rank, balanced by the last response lengths."""
-        expected = self.lengths.expected([prompt.text for prompt in prompts])
-        return split_by_length(expected, self.groups)
-
-    def _together(
-        self,
-        prompts: list[Prompt],
-        ids: list[list[int]],
-        responses: list[Response],
-        rewards: list[float],
-        stats: RolloutStats,
-        tools: ToolStats,
-        seconds: float,
-    ) -> Experience:
+    def _together(self, prompts: list[Prompt], ids: list[list[int]], own: _Part) -> Experience:
         """The responses of all ranks, in the order of the prompts."""
         self.world.enter("gather")
         with self.phases("gather"):
-            parts = self.world.gather((responses, rewards, stats, seconds, tools, self.stop.name))
-        for *_, signal_name in parts:
-            if signal_name:
-                raise Stopped(signal_name)
-        self.stats.add(RolloutStats.side_by_side([part[2] for part in parts], self.world.rank))
+            parts = self.world.gather(own)
+        if signals := [part.signal for part in parts if part.signal]:
+            raise Stopped(signals[0])
+        self.stats.add(RolloutStats.side_by_side([part.stats for part in parts], self.world.rank))
         for part in parts:
-            self.tool_stats.add(part[4])
-        self.ranks.add([part[3] for part in parts])
+            self.tool_stats.add(part.tools)
+        self.ranks.add([part.seconds for part in parts])
         whole = Experience(prompts)
         found = {
             response.request.id: (response, reward)
             for part in parts
-            for response, reward in zip(part[0], part[1], strict=True)
+            for response, reward in zip(part.responses, part.rewards, strict=True)
         }
         for prompt, siblings in zip(prompts, ids, strict=True):
             drawn = [found[id] for id in siblings]
@@ -270,10 +244,6 @@ class Collector(RolloutObserver):
         self, prompts: Mapping[int, Prompt], requests: Sequence[Request]
     ) -> list[Response]:
         """The responses that this rank finished; spot trainer and rewards run during the tail.
-
-        Args:
-            prompts: prompts of all ranks, by the group of their requests.
-            requests: requests of this rank.
 
         Returns:
             Responses in the order of the requests, then those to requests of other ranks.
@@ -329,19 +299,14 @@ class Collector(RolloutObserver):
         if len(self._ahead) >= self._most_ahead:
             return False
         index = self.prompts_drawn + len(self._ahead)
-        prompt = self._ahead[index] = self.task.prompt("train", index)
-        if self.world.size == 1:  # otherwise another rank may serve it
-            self._encoded[prompt.id] = self.encode(prompt)
+        self._ahead[index] = self.task.prompt("train", index)
         return True
 
     def _prompt(self, index: int) -> Prompt:
         return self._ahead.pop(index, None) or self.task.prompt("train", index)
 
-    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
-        return self._encoded.pop(prompt.id, None) or self.encode(prompt)
-
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        ids = self._encode(prompt.text)
+        ids = self.encoder(prompt.text)
         if not ids:
             raise UserError(f"prompt {prompt.id} of task {self.task.name} has no tokens")
         return ids
@@ -359,7 +324,7 @@ class Collector(RolloutObserver):
         return texts if response.tools else ()
 
     def _decode(self, ids: Sequence[int], finished: bool) -> str:
-        decode: Any = self._encode.tokenizer.decode
+        decode: Any = self.encoder.tokenizer.decode
         return decode(ids[:-1] if finished else ids, skip_special_tokens=False)
 
     def rewards(
@@ -368,31 +333,26 @@ class Collector(RolloutObserver):
         responses: Sequence[Response],
         places: Sequence[int] = (),
     ) -> list[float]:
-        """One reward for each response, in order.
+        """One reward for each response to its prompt, in order.
 
         Args:
-            prompts: prompts of the responses.
-            responses: responses grouped by prompt.
+            prompts, responses: as many of each.
             places: indices of the responses, some of which are already submitted; () = in order,
                 and none is submitted.
         """
-        each = len(responses) // max(1, len(prompts))
         submitted = self._submitted if places else ()
-        for i, place in enumerate(places or range(len(responses))):
+        at = places or range(len(responses))
+        for place, prompt, response in zip(at, prompts, responses, strict=True):
             if place not in submitted:
-                response = responses[i]
                 finished = response.finish == "stop"
-                self.workers.submit(place, prompts[i // each], self.text(response), finished)
+                self.workers.submit(place, prompt, self.text(response), finished)
         return self.workers.collect(len(responses))
 
     def evaluate(self, count: int) -> float:
         """Mean reward of one response to each of the first prompts of the eval split.
 
         Sampled as in training, with the same noise each time, so two evaluations differ only by the
-        policy.
-
-        Args:
-            count: number of prompts, at most the size of the split, so that each counts once.
+        policy. There are `count` prompts, or as many as the split has.
         """
         self.world.enter("eval")
         count = min(count, self.task.size("eval") or count)

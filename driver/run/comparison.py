@@ -15,7 +15,7 @@ import numpy as np
 from ..common.errors import UserError
 from ..config.strategy import OFF, ORACLE, SHARED, Strategy
 from ..drafter.trainer import SpotTrainer
-from ..rollout.bandit import UNDECIDED, StepSeconds, unknown_step_s
+from ..rollout.bandit import UNDECIDED, StepSeconds
 from ..rollout.proposers import OracleProposer
 from ..rollout.request import Request, Response, SamplingParams, request_id
 from ..rollout.stats import RolloutStats
@@ -55,12 +55,8 @@ class Arm:
     equal_lengths: int = 0
     equal_bits: int = 0
     responses: int = 0
-    passes: int = 0
-    spec_passes: int = 0
-    spec_emitted: int = 0
-    spec_request_passes: int = 0
     seconds: float = 0.0
-    preemptions: int = 0
+    stats: RolloutStats = field(default_factory=RolloutStats)
     divergences: list[str] = field(default_factory=list)
     interruptions: Interruptions = field(default_factory=Interruptions)
 
@@ -90,13 +86,6 @@ class Arm:
     @property
     def worst_share(self) -> float:
         return min(self.token_share, self.length_share, self.bit_share)
-
-    @property
-    def accept_length(self) -> float | None:
-        """Tokens of a request in a speculative pass; None without speculative passes."""
-        if not self.spec_request_passes:
-            return None
-        return self.spec_emitted / self.spec_request_passes
 
 
 def compare(arm: Arm, wanted: Sequence[Response], got: Sequence[Response]) -> list[tuple[int, int]]:
@@ -134,9 +123,6 @@ def sibling_requests(
 
     Args:
         prompts: (id, token ids) of each.
-        round_index: each round has different noise.
-        max_new_tokens: the largest limit.
-        stop_ids: ids that end a response.
         spread: limits are `1 - spread` to 1 times the largest, so that requests end at different
             passes.
     """
@@ -166,7 +152,6 @@ class Comparison:
         arms: the ways to decode that are compared to `off`.
         requests: index of a round -> its requests.
         learn: called after the first round of `off`, which is recorded.
-        seed: of the run, and of the choices of `mixed` and the oracle.
 
     Raises:
         UserError: the engine verifies by rejection.
@@ -203,9 +188,7 @@ class Comparison:
         """Runs rounds until `off` has emitted enough tokens, or the next would take too long.
 
         Args:
-            tokens: number of tokens to emit.
             seconds: time limit; the first round always runs.
-            note: called with lines of progress.
         """
         begin = time.perf_counter()
         while self.off.tokens < tokens:
@@ -280,11 +263,7 @@ class Comparison:
         return out
 
     def _book(self, arm: Arm, stats: RolloutStats) -> None:
-        arm.passes += stats.target_passes
-        arm.spec_passes += stats.spec_passes
-        arm.spec_emitted += stats.spec_emitted
-        arm.spec_request_passes += stats.spec_request_passes
-        arm.preemptions += stats.preemptions
+        arm.stats.add(stats)
         if arm.strategy not in (OFF, None) and stats.target_passes and not stats.spec_passes:
             # Otherwise the comparison would pass without any speculation.
             raise UserError(f"{arm.name}: no pass drafted a token; use longer prompts")
@@ -310,22 +289,22 @@ class _Booked(Session):
             self.book(self.engine.stats)
 
 
+@dataclass
 class _Fixed:
-    """Replaces the bandit: one strategy, or a random one at every pass."""
+    """Replaces the bandit: one strategy, or a random one of the menu at every pass."""
 
-    def __init__(
-        self, strategy: Strategy | None, menu: Sequence[Strategy], generator: random.Random
-    ) -> None:
-        self.strategy, self.menu, self.random = strategy, menu, generator
-        self.horizon = UNDECIDED if strategy else 1  # passes between two choices
+    strategy: Strategy | None
+    menu: Sequence[Strategy]
+    generator: random.Random
+
+    @property
+    def horizon(self) -> int:
+        return UNDECIDED if self.strategy else 1
 
     def choose(
-        self,
-        batch: int,
-        usable: Callable[[Strategy], bool],
-        step_s: StepSeconds = unknown_step_s,
+        self, batch: int, usable: Callable[[Strategy], bool], step_s: StepSeconds
     ) -> Strategy:
-        strategy = self.strategy or self.random.choice(list(self.menu))
+        strategy = self.strategy or self.generator.choice(list(self.menu))
         return strategy if usable(strategy) else OFF
 
     def record(self, *_: float) -> None:

@@ -32,7 +32,7 @@ from ..rollout.plan import Cell, GraphCost
 from ..session.load import TOKENIZER_FILES, load_tokenizer
 from ..tasks import make_task
 from .assemble import check_context, check_engine, check_prompts, prompt_encoder
-from .fit import as_words, check_fits, decided, faster, fits, fitting, memory_gb
+from .fit import as_words, changed, check_fits, decided, faster, fits, fitting, memory_gb
 from .footprint import RunShape, comparison, policy_spec, table
 
 CEILINGS = Path(__file__).with_name("ceilings.json")  # by `python -m profiling.rig.ceilings`
@@ -98,10 +98,8 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     asked, config = config, decided(config, shape, limit_gb)
     for line in table(shape.footprint(config)):
         say(line)
-    other = replace(config.grpo, checkpointing=not config.grpo.checkpointing)
-    flipped = shape.footprint(replace(config, grpo=other))
-    state = str(other.checkpointing).lower()
-    say(f"  with grpo.checkpointing={state}: peak {flipped.peak / 1e9:.3f}")
+    other = {"grpo.checkpointing": not config.grpo.checkpointing}
+    say(f"  with {as_words(other)}: peak {shape.footprint(changed(config, other)).peak / 1e9:.3f}")
     on = f" on each of {shape.ranks} ranks" if shape.ranks > 1 else ""
     say(
         f"a step in seconds, at least{on}: prompts of {shape.prompt_len} tokens, responses of"
@@ -128,9 +126,7 @@ def check_run(config: Config, folder: Path | None, ranks: int = 1) -> tuple[Conf
     They are checked as in a dry run before anything is allocated.
 
     Args:
-        config: of the run.
         folder: of the model; None = the tiny one.
-        ranks: of the run.
 
     Raises:
         UserError: the run exceeds the context of its model, its engine, or the memory or the
@@ -152,9 +148,7 @@ def run_shape(
     """The inputs of the memory and time estimates besides the configuration.
 
     Args:
-        config: of the run.
         folder: from `shape_folder`.
-        ranks: of the run.
         prompt_tokens: of the longest prompt; 0 = by the tokenizer, else `PROMPT_TOKENS`.
     """
     spec = policy_spec(config, folder)
@@ -208,10 +202,7 @@ def step_seconds(config: Config, shape: RunShape, mean: int, limits: Ceilings) -
     """Seconds of a step by phase: the largest of bytes, FLOPs and launches over the ceilings.
 
     Args:
-        config: of the run.
-        shape: its model, longest prompt and ranks.
         mean: tokens of a response.
-        limits: of the machine.
 
     Returns:
         Phase -> seconds of one rank, without speculation; rewards and logging are not in it.

@@ -21,11 +21,7 @@ Changes = dict[str, Any]  # setting -> value
 
 
 def decided(config: Config, shape: RunShape, limit_gb: float) -> Config:
-    """The configuration with `engine.free_in_update=auto` decided.
-
-    Args:
-        config, shape, limit_gb: see `check_fits`.
-    """
+    """The configuration with `engine.free_in_update=auto` decided."""
     if config.engine.free_in_update != "auto":
         return config
     kept, freed = (changed(config, {"engine.free_in_update": w}) for w in ("false", "true"))

@@ -45,7 +45,6 @@ def policy_spec(config: Config, folder: Path | None) -> ModelSpec:
     """The shape of a run's policy.
 
     Args:
-        config: `model.*`.
         folder: of its `config.json`; None = the tiny model. That of smollm2 may not exist yet.
     """
     if folder is None:
@@ -85,7 +84,6 @@ def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) 
     """Bytes of one rank of a run on `run.device`.
 
     Args:
-        config: of the run.
         spec: from `policy_spec`.
         prompt_len: tokens of the longest prompt.
         ranks: processes of the run, which share the policy's weights and the optimizer.

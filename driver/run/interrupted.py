@@ -62,8 +62,6 @@ def by_turns(
 
     Args:
         generate: a plain rollout.
-        requests: of the responses.
-        tool: answers the turns.
     """
     states = [RunningRequest.begin(request) for request in requests]
     while running := [state for state in states if state.finish is None]:
@@ -93,7 +91,6 @@ def interrupted(
 
     Args:
         session: with no other requests.
-        requests: of the responses.
         tool: answers the turns, after a random time.
         draw: chooses what happens; the time at which it happens is not repeatable.
 

@@ -14,7 +14,6 @@ class RankTimes:
     """How long each rank rolls out, and what it does afterwards.
 
     Args:
-        world: the ranks.
         coordinator: trains the drafter while ranks are idle, or None.
 
     Attributes:

@@ -32,7 +32,7 @@ from ..records.checkpoint_writer import CheckpointWriter
 from ..records.folder import RunFolder
 from ..records.phases import Phases
 from ..session.load import find_model, load_policy, spec_of, use_device
-from ..session.parts import Rollout, adopt_drafter, build_rollout, drafter_state
+from ..session.parts import adopt_drafter, build_rollout, drafter_state
 from ..session.session import Session
 from ..tasks import Task, make_task
 from ..tasks.workers import RewardWorkers
@@ -52,8 +52,6 @@ def start_run(config: Config, note: Callable[[str], None], stop: StopRequest | N
     A start that fails removes the new folder, so that the next try can use its name.
 
     Args:
-        config: of the run.
-        note: called with lines of progress.
         stop: ends rollouts after a signal; None = signals are not caught.
     """
     stop = stop or StopRequest()
@@ -111,7 +109,12 @@ class _Start:
             policy, tokenizer = self.load()
             encode = prompt_encoder(self.config, self.task, tokenizer)
             self.note(encode.describe())
-            self.note_held_out()
+            held_out, wanted = self.task.size("eval"), self.config.run.eval_prompts
+            if held_out is not None and held_out < wanted:
+                self.note(
+                    f"evaluation: the task has {held_out} held-out prompts, fewer than"
+                    f" run.eval_prompts={wanted}"
+                )
         if self.warms_up:
             self.warm_up(policy, encode)
         with self.phases("load"):
@@ -158,14 +161,6 @@ class _Start:
         """Whether the policy is warmed up within the run."""
         return self.saved is None and self.config.warmup.steps > 0 and not self.config.warmup.keep
 
-    def note_held_out(self) -> None:
-        held_out, wanted = self.task.size("eval"), self.config.run.eval_prompts
-        if held_out is not None and held_out < wanted:
-            self.note(
-                f"evaluation: the task has {held_out} held-out prompts, fewer than"
-                f" run.eval_prompts={wanted}"
-            )
-
     def warm_up(self, policy: PreTrainedModel, encode: PromptEncoder) -> None:
         config = self.config
         with self.phases("warmup"):
@@ -194,6 +189,9 @@ class _Start:
         reference = functools.partial(self.reference, policy, tokenizer)
         device = torch.device(config.run.device)
         trainer = PolicyTrainer(policy, config.grpo, reference, world, device)
+        coordinator = None
+        if rollout.spot is not None and config.spot.mode == "coordinated":
+            coordinator = Coordinator(world, rollout.spot)
         collector = Collector(
             config,
             world,
@@ -203,7 +201,7 @@ class _Start:
             session,
             params,
             RewardWorkers(task, config.reward),
-            self.coordinator(rollout),
+            coordinator,
             folder.path / "captures" if folder else None,
             self.stop,
             Tools.of(task, encode, config),
@@ -226,11 +224,6 @@ class _Start:
             CheckpointWriter(threaded=config.run.device != "cpu"),
             world.share(folder.checkpoints if folder else Path()),
         )
-
-    def coordinator(self, rollout: Rollout) -> Coordinator | None:
-        if rollout.spot is None or self.config.spot.mode != "coordinated":
-            return None
-        return Coordinator(self.world, rollout.spot)
 
     def reference(self, policy: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel:
         """The policy before the first RL step, the reference of the KL term.

@@ -55,17 +55,10 @@ class Tools:
 
     Args:
         task: its `respond` is called from several threads.
-        encode: of the prompts.
-        config: limits of turns and answers.
         timeout_s: seconds to answer a turn.
 
     Attributes:
         stats: since the last `start`.
-
-    Example:
-        >>> tools = Tools(task, encode, ToolConfig(), 60.0)     # doctest: +SKIP
-        >>> with answering(tools, {request.group: prompt}) as on_end:  # doctest: +SKIP
-        ...     session.roll_out([request], on_end=on_end)
     """
 
     def __init__(
@@ -86,11 +79,7 @@ class Tools:
         return Tools(task, encode, config.tool, config.reward.timeout_s) if task.has_turns else None
 
     def start(self, prompts: Mapping[int, Prompt]) -> None:
-        """Begins a rollout.
-
-        Args:
-            prompts: by the group of their requests.
-        """
+        """Begins a rollout; `prompts` are by the group of their requests."""
         self._prompts, self.stats = prompts, ToolStats()
 
     def on_end(self, state: RunningRequest) -> Sequence[int] | None:
@@ -169,12 +158,7 @@ class Tools:
 
 @contextlib.contextmanager
 def answering(tools: Tools | None, prompts: Mapping[int, Prompt]) -> Iterator[OnEnd | None]:
-    """What continues the responses of a rollout; its end warns of failures or cancels answers.
-
-    Args:
-        tools: of the task, or None.
-        prompts: by the group of their requests.
-    """
+    """What continues the responses of a rollout; its end warns of failures or cancels answers."""
     if tools is None:
         yield None
         return

@@ -105,7 +105,6 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
 
     Args:
         config: `warmup.*`, `model.*`, `task.*`, `drafter.*`, `sampling.*`, `run.seed`.
-        note: called with lines of progress.
 
     Returns:
         Its checkpoint, which also contains the measurements `warm.json`.

@@ -231,12 +231,12 @@ def decode(bench: Bench, subject: Subject, size: Long) -> None:
     for arm in (done.off, *arms):
         bench.add_row(
             f"decode 32k {arm.name}",
-            1e6 * (pass_s if arm is done.off else arm.seconds / arm.passes),
+            1e6 * (pass_s if arm is done.off else arm.seconds / arm.stats.target_passes),
             seconds=round(arm.seconds, 2),
             tokens=arm.tokens,
             equal_tokens=arm.token_share,
             equal_bits=arm.bit_share,
-            accept_length=round(arm.accept_length or 1.0, 3),
+            accept_length=round(arm.stats.accept_length or 1.0, 3),
             **(over if arm is done.off else {}),
         )
         for line in arm.divergences:

@@ -119,9 +119,9 @@ def report(bench: Bench, subject: Subject, arms: Sequence[Arm]) -> None:
             equal_tokens=arm.token_share,
             equal_lengths=arm.length_share,
             equal_bits=arm.bit_share,
-            accept_length=round(arm.accept_length or 1.0, 3),
-            passes=arm.passes,
-            speculative_passes=arm.spec_passes,
+            accept_length=round(arm.stats.accept_length or 1.0, 3),
+            passes=arm.stats.target_passes,
+            speculative_passes=arm.stats.spec_passes,
             tokens_per_s=round(arm.tokens / arm.seconds),
             **(asdict(arm.interruptions) if arm.name == ARRIVALS else {}),
         )

@@ -21,7 +21,7 @@ def check(*words):
 def test_interrupted_responses_equal_plain_rollouts_of_their_turns():
     identity = check()
     (arm,) = identity.arms
-    assert identity.identical and arm.tokens > 200 and arm.spec_passes > 0
+    assert identity.identical and arm.tokens > 200 and arm.stats.spec_passes > 0
     assert min(dataclasses.astuple(arm.interruptions)) > 0
     assert f"arrivals: {arm.interruptions}" in identity.table()
 

@@ -132,7 +132,7 @@ def test_an_evaluation_is_scored_the_same_way(count):
     collector = Collector.__new__(Collector)
     collector.task, collector.text = Moody(), lambda response: response.text
     collector.workers = RewardWorkers(Moody(), RewardConfig(workers=count, on_error="zero"))
-    prompts = [Prompt(f"moody/eval/{i}", "", str(i % 2)) for i in range(3)]
+    prompts = [Prompt(f"moody/eval/{i}", "", str(i % 2)) for i in range(3) for _ in range(2)]
     texts = ["a", "bb", "raise", "c", "d", "ee"]
     finishes = ["stop"] * 4 + ["length", "stop"]
     responses = [SimpleNamespace(text=t, finish=f) for t, f in zip(texts, finishes, strict=True)]
