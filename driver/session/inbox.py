@@ -7,9 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from operator import index
-from queue import SimpleQueue
 from typing import Any
 
 from ..common.errors import UserError
@@ -17,8 +15,6 @@ from ..common.numbers import shown
 from ..rollout.request import Request, Response, RunningRequest
 from ..rollout.scheduler import Scheduler
 from ..rollout.source import RequestSource
-
-TOOLS = 512  # most calls of `on_end` at once; threads start as they are needed
 
 OnEnd = Callable[[RunningRequest], Sequence[int] | None]
 
@@ -35,31 +31,6 @@ def check_ids(where: str, ids: Sequence[int], vocab_size: int) -> None:
             f"{where}: token {wrong} is not in the vocabulary of {vocab_size}; use the model's own"
             " tokenizer"
         )
-
-
-class ToolThreads:
-    """Threads that call tools; one that hangs does not keep the process from ending."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._idle = threading.Semaphore(0)
-        self._count = 0
-
-    def submit(self, call: Callable[[], None]) -> None:
-        self._calls.put(call)
-        if not self._idle.acquire(blocking=False) and self._count < TOOLS:
-            self._count += 1
-            threading.Thread(target=self._work, name="tlt-tool", daemon=True).start()
-
-    def close(self) -> None:
-        """Ends the threads once their calls have returned."""
-        for _ in range(self._count):
-            self._calls.put(None)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            self._idle.release()
 
 
 class Ticket(Future[Response]):
@@ -108,7 +79,6 @@ class Inbox(RequestSource):
         self._answers: deque[tuple[RunningRequest, Future[Sequence[int] | None]]] = deque()
         self._wanted = 0  # threads that wait for the engine
         self._changed = threading.Condition()
-        self._threads = ToolThreads()
 
     # ---- called by other threads ----------------------------------------------------------------
 
@@ -145,7 +115,6 @@ class Inbox(RequestSource):
         with self._changed:
             self.closed = True
             self._changed.notify_all()
-        self._threads.close()
 
     @contextmanager
     def between_bursts(self) -> Iterator[None]:
@@ -233,14 +202,14 @@ class Inbox(RequestSource):
         ticket = self.tickets.get(state)
         on_end = self.on_end if ticket is None else ticket.on_end
         if on_end is not None and state.finish == "stop" and state.room > 0:
-            self._threads.submit(partial(self._call, state, on_end))
+            # One that hangs must not keep the process from ending.
+            call = threading.Thread(target=self._call, args=(state, on_end), daemon=True)
+            call.start()
             return True
         self._deliver(state)
         return False
 
     def _call(self, state: RunningRequest, on_end: OnEnd) -> None:
-        if self.closed:
-            return
         answer: Future[Sequence[int] | None] = Future()
         try:
             answer.set_result(on_end(state))
@@ -263,13 +232,8 @@ class Inbox(RequestSource):
         return scheduler.drop_kv() if lost else []
 
     def _drop(self, scheduler: Scheduler, ticket: Ticket) -> list[RunningRequest]:
-        dropped: list[RunningRequest] = []
-
-        def remove(state: RunningRequest) -> None:
-            scheduler.remove(state)
-            dropped.append(state)
-
-        for _, response in self.abort(lambda other: other is ticket, remove):
+        dropped = [state for state, other in self.tickets.items() if other is ticket]
+        for _, response in self.abort(lambda other: other is ticket, scheduler.remove):
             ticket.set_result(response)
         return dropped
 

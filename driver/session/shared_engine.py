@@ -115,10 +115,9 @@ class SharedEngine:
             version: of the policy; None = the next number.
 
         Raises:
-            UserError: tensors that do not fit or are not finite. A state dict is checked first, so
-                that the old weights and their version stay. After an error in a stream some of the
-                weights are new: requests are refused, and unfinished ones wait, until a further
-                call has succeeded.
+            UserError: tensors that do not fit or are not finite. A state dict is checked before
+                any weight changes. After an error in a stream requests are refused, and unfinished
+                ones wait, until a further call has succeeded.
         """
         if not isinstance(stream, Iterable) or isinstance(stream, str):
             raise UserError(
@@ -187,8 +186,8 @@ class SharedEngine:
     def close(self) -> None:
         """Ends the session; unfinished requests end with `SessionClosed`.
 
-        If `from_pretrained` made the session, the memory of the KV cache is freed. That of the
-        weights is freed once nothing refers to the session.
+        The KV cache of a session that `from_pretrained` made is freed at once, weights once nothing
+        refers to the session.
         """
         self._inbox.close()
         if self._worker is not None and self._worker is not threading.current_thread():

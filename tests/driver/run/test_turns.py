@@ -147,7 +147,7 @@ def test_a_signal_ends_a_rollout_whose_tools_hang(start, monkeypatch):
     try:
         with pytest.raises(Stopped) as stopped:
             run.collector.gather(0)
-        (*waiting,) = (t for t in threading.enumerate() if t.name.startswith("tlt-tool"))
+        (*waiting,) = (t for t in threading.enumerate() if "(_call)" in t.name)
         assert stopped.value.name == "SIGTERM" and waiting
         run.session.close()
         for thread in waiting:
