@@ -231,7 +231,7 @@ def decode(bench: Bench, subject: Subject, size: Long) -> None:
     for arm in (done.off, *arms):
         bench.add_row(
             f"decode 32k {arm.name}",
-            1e6 * (pass_s if arm is done.off else arm.seconds / arm.stats.target_passes),
+            1e6 * (pass_s if arm is done.off else arm.stats.passes_s / arm.stats.target_passes),
             seconds=round(arm.seconds, 2),
             tokens=arm.tokens,
             equal_tokens=arm.token_share,
