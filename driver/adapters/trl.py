@@ -68,7 +68,7 @@ class TltRollout:
 
         Args:
             prompts: texts or conversations, each repeated for every completion.
-            trainer: reads its tokenizer, its policy and the settings of its generation.
+            trainer: has the tokenizer, the policy and the settings of its generation.
 
         Returns:
             `prompt_ids`, `completion_ids` and `logprobs` of each prompt, with `on_end` also the
@@ -163,11 +163,7 @@ class TltRollout:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Rejects settings that would be ignored.
-
-    Raises:
-        UserError: a setting of the trainer that the engine does not have.
-    """
+    """Raises UserError for a setting of the trainer that would be ignored."""
     refused = {
         f"min_p={trainer.min_p}": trainer.min_p,
         f"repetition_penalty={trainer.repetition_penalty}": trainer.repetition_penalty != 1.0,
@@ -192,9 +188,6 @@ def _phase(trainer: Trainer) -> Literal["train", "eval"]:
 
 
 def _policy_state(trainer: Trainer, policy: nn.Module) -> tuple[int, ...]:
-    """Differs after every change of the weights: the step, and torch's counts of changes in place.
-
-    The counts see what the step does not: a checkpoint loaded without a step.
-    """
+    """The step, and torch's counts of changes in place, which see a checkpoint that was loaded."""
     tensors = itertools.chain(policy.parameters(), policy.buffers())
     return trainer.state.global_step, *(tensor._version for tensor in tensors)

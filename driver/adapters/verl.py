@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -37,9 +38,7 @@ NEUTRAL = {"repetition_penalty": 1.0, "min_p": 0.0}  # values that change nothin
 
 
 class Server:
-    """Serves one replica: a Ray actor with one engine.
-
-    Its methods are those that verl's trainers and replicas call. Requests may arrive at any time.
+    """Serves one replica: a Ray actor with one engine, whose methods verl calls.
 
     Args:
         config: verl's `RolloutConfig`. `engine_kwargs.tlt` may have `settings`, `drafter` and
@@ -72,7 +71,6 @@ class Server:
         self._open = asyncio.Event()  # whether requests are admitted
         self._open.set()
         self._rejects = False  # requests that arrive while they are not
-        self._asleep = False
         self._running: set[str] = set()  # ids of requests
 
     @property
@@ -106,7 +104,8 @@ class Server:
         if image_data is not None or video_data is not None:
             raise UserError(f"rollout {NAME}: it generates text only, the prompt has images")
         if not self._open.is_set() and self._rejects:
-            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=self._fields())
+            fields = {"global_steps": self.version}
+            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=fields)
         await self._open.wait()
         wanted = dict(sampling_params)
         with_logprobs = wanted.pop("logprobs", False)
@@ -150,17 +149,13 @@ class Server:
         stops = () if ignore_eos else self.session.params.stop_ids
         return SamplingParams(temperature, top_k, top_p, most, stops)
 
-    def _fields(self) -> dict[str, Any]:
-        return {"global_steps": self.version}
-
     # ---- weights --------------------------------------------------------------------------------
 
     async def update_weights(self, handle: str, use_shm: bool, version: int | None) -> None:
-        """Receives the weights that `ServerAdapter.update_weights` sends.
+        """Receives the weights that `ServerAdapter.update_weights` sends from `handle`.
 
         Args:
-            handle: address of the sender.
-            use_shm: whether they come through host memory, not CUDA IPC.
+            use_shm: they come through host memory, not CUDA IPC.
             version: written into responses; None: unchanged.
         """
         await asyncio.to_thread(self._receive, handle, use_shm, version)
@@ -188,16 +183,10 @@ class Server:
             await self.resume_kv_cache()
 
     async def release_kv_cache(self) -> None:
-        """Frees the KV cache."""
-        if not self._asleep:
-            self._asleep = True
-            await asyncio.to_thread(self.session.sleep)
+        await asyncio.to_thread(self.session.sleep)
 
     async def resume_kv_cache(self) -> None:
-        """Gets the KV cache back."""
-        if self._asleep:
-            await asyncio.to_thread(self.session.wake)
-            self._asleep = False
+        await asyncio.to_thread(self.session.wake)
 
     async def clear_kv_cache(self) -> None:
         """Nothing: no KV is kept after its request."""
@@ -205,11 +194,10 @@ class Server:
     # ---- requests -------------------------------------------------------------------------------
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Ends all requests; their callers get the tokens so far.
+        """Ends all requests with the tokens so far; later ones wait for `resume_generation`.
 
         Args:
-            reject_request: further requests are answered with no token; otherwise they wait for
-                `resume_generation`.
+            reject_request: they do not wait, and are answered with no token.
         """
         self._open.clear()
         self._rejects = reject_request
@@ -226,7 +214,7 @@ class Server:
         """Nothing: `tlt report` and `profiling/` measure the engine."""
 
     async def stop_profile(self) -> None:
-        """Nothing, as `start_profile`."""
+        """Nothing."""
 
 
 class Replica(RolloutReplica):
@@ -275,14 +263,11 @@ class ServerAdapter(BaseRollout):
         self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
         job = ray.get_runtime_context().get_job_id()
         self.handle = f"ipc:///tmp/{NAME}-{job}-{self.replica_rank}.sock"
-        self._server: Any = None
 
-    @property
+    @cached_property
     def server(self) -> Any:
         """The server's actor, which starts after the trainer's workers."""
-        if self._server is None:
-            self._server = ray.get_actor(server_name(self.replica_rank))
-        return self._server
+        return ray.get_actor(server_name(self.replica_rank))
 
     async def resume(self, tags: list[str]) -> None:
         """Gets memory back: `weights` or `kv_cache`."""
@@ -308,12 +293,10 @@ class ServerAdapter(BaseRollout):
 
         Args:
             weights: yields (name, tensor).
-            wire_format: "named_tensors".
             global_steps: version of the weights.
-            peft_config: None; merge LoRA weights with `model.lora.merge=True`.
 
         Raises:
-            UserError: deltas or unmerged LoRA weights.
+            UserError: deltas (another `wire_format`) or unmerged LoRA weights (`peft_config`).
         """
         if wire_format != "named_tensors" or peft_config is not None:
             raise UserError(
@@ -329,7 +312,6 @@ class ServerAdapter(BaseRollout):
 
 
 def server_name(replica_rank: int, role: str = "", suffix: str = "") -> str:
-    """Name of a replica's actor."""
     return f"{NAME}_server_{role}{replica_rank}{suffix}"
 
 

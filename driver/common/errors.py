@@ -8,17 +8,10 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """One line that names the cause and the remedy.
-
-    The command line prints the line and exits with code 2. A traceback means a fault in this
-    package.
+    """One line that names the cause and the remedy; a traceback means a fault in this package.
 
     Args:
-        message: the line. Newlines are replaced by spaces, so that it stays one line.
-
-    Example:
-        >>> str(UserError("run.steps: expected at least 1,\\n got 0"))
-        'run.steps: expected at least 1, got 0'
+        message: the line, in which newlines become spaces.
     """
 
     exit_code = 2
@@ -29,17 +22,7 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def library_errors(path: Path) -> Iterator[None]:
-    """Turns any exception of a library that reads the file `path` into one line.
-
-    Raises:
-        UserError: the library raised an exception.
-
-    Example:
-        >>> with library_errors(Path("config.json")):
-        ...     int("odd")
-        Traceback (most recent call last):
-        driver.common.errors.UserError: config.json: cannot be used (ValueError: invalid literal ...
-    """
+    """Turns any exception of a library that reads the file `path` into a UserError."""
     try:
         yield
     except UserError:
@@ -51,13 +34,10 @@ def library_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Turns any exception of a user's code into one line with its place.
+    """Turns any exception of a user's code into a UserError with its place.
 
     Args:
         what: the code did, for the message.
-
-    Raises:
-        UserError: the code raised an exception.
     """
     try:
         yield
@@ -71,10 +51,7 @@ def user_code(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def after_error() -> Iterator[None]:
-    """Turns an error during the cleanup after an earlier error into a warning.
-
-    So the earlier error is the one that is raised.
-    """
+    """Turns an error during the cleanup after an earlier error, which is raised, into a warning."""
     try:
         yield
     except Exception as error:

@@ -35,13 +35,11 @@ class HostCopies:
         self._each(state, self._room, {})
 
     def take(self, state: Any) -> tuple[Any, Callable[[], None]]:
-        """Copies a state; on a GPU the copy is enqueued on the current stream.
+        """A copy of a state, valid until the next call, and a function that waits for it.
 
         Args:
-            state: tensors, numbers, strings, None, and lists and dicts of these.
-
-        Returns:
-            The copy, valid until the next call, and a function that waits until it is complete.
+            state: tensors, numbers, strings, None, and lists and dicts of these; those of a GPU
+                are copied on the current stream.
         """
 
         def copied(path: Place, value: Tensor) -> Tensor:

@@ -18,12 +18,6 @@ class ReleasableMemory:
     this memory. Where the driver or its Python bindings are missing, it is ordinary memory, which
     is not released, and a warning says so. On the CPU, which has no graphs, storages are resized.
 
-    Args:
-        device: of the tensors; on the meta device there is nothing to release.
-
-    Attributes:
-        released: whether the tensors have no memory.
-
     Example:
         >>> memory = ReleasableMemory(torch.device("cpu"))
         >>> x = memory.zeros(2, 3, dtype=torch.float32)
@@ -35,7 +29,7 @@ class ReleasableMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.released = False
+        self.released = False  # whether the tensors have no memory
         self._supported = True
         self._tensors: list[Tensor] = []  # that can be released
         self._blocks: list[_Block] = []  # on a GPU, of the tensors
@@ -115,15 +109,12 @@ class DriverError(RuntimeError):
 
 
 class _Block:
-    """A range of addresses with physical memory, readable as an array of bytes.
-
-    Args:
-        num_bytes: at least 1.
-        device: a GPU.
-    """
+    """A range of addresses of a GPU with physical memory, readable as an array of bytes."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._driver = driver = _cuda_driver()
+        from cuda.bindings import driver  # torch requires these bindings on Linux
+
+        self._driver: Any = driver
         torch.cuda.init()
         where = driver.CUmemLocation()
         where.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -170,13 +161,6 @@ class _Block:
 
     def unmap(self) -> None:
         _unmap(self._driver, self._address, self.size, self._mapped)
-
-
-def _cuda_driver() -> Any:
-    # torch requires these bindings on Linux.
-    from cuda.bindings import driver
-
-    return driver
 
 
 def _unmap(driver: Any, address: Any, size: int, mapped: list[Any]) -> None:

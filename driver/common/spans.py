@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 try:
     import nvtx
@@ -18,10 +19,8 @@ def nvtx_range(name: str) -> AbstractContextManager[object]:
     return contextlib.nullcontext() if nvtx is None else nvtx.annotate(name)
 
 
-class Sink(Protocol):
-    """Stores finished spans (`driver.records.timeline.Timeline`)."""
-
-    def add(self, part: str, name: str, begin: float, end: float, **args: object) -> None: ...
+# Stores a finished span, by part, name, begin and end; `driver.records.timeline.Timeline.add`.
+Sink = Callable[..., None]
 
 
 class Spans:
@@ -29,7 +28,7 @@ class Spans:
 
     Args:
         part: for example "rollout".
-        sink: stores begin and end of each, by `time.perf_counter`; None: NVTX only.
+        sink: gets begin and end of each, by `time.perf_counter`; None: NVTX only.
 
     Example:
         >>> spans = Spans("rollout")
@@ -65,4 +64,4 @@ class Span:
         self._range.__exit__(*error)
         self.seconds = end - self._begin
         if self._spans.sink is not None:
-            self._spans.sink.add(self._spans.part, self._step, self._begin, end, **self._args)
+            self._spans.sink(self._spans.part, self._step, self._begin, end, **self._args)

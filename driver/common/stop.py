@@ -14,12 +14,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Stopped(UserError):
-    """A signal ended the run. The exit code is 128 plus the number of the signal.
-
-    Args:
-        name: of the signal.
-        message: what was saved.
-    """
+    """A signal ended the run; the exit code is 128 plus its number."""
 
     def __init__(self, name: str, message: str = "stopped") -> None:
         super().__init__(message)

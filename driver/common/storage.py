@@ -18,20 +18,7 @@ SYNCS = 8  # files that are flushed at once
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turns a write error of the file system into one line for the user; other errors pass.
-
-    Args:
-        path: path in the message.
-
-    Raises:
-        UserError: a write in the block failed.
-
-    Example:
-        >>> with storage_errors(Path("/dev/null/x")):
-        ...     Path("/dev/null/x").mkdir()
-        Traceback (most recent call last):
-        driver.common.errors.UserError: /dev/null/x: cannot be written (Not a directory); ...
-    """
+    """Turns an error of writing `path` into a UserError; other errors pass."""
     try:
         yield
     except (OSError, UnicodeError, SafetensorError, RuntimeError) as error:
@@ -47,9 +34,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 class FolderLock:
-    """An exclusive lock on a folder, until it is closed or its process ends.
-
-    On a file system without locks it does nothing.
+    """An exclusive lock on a folder until it is closed; nothing on a file system without locks.
 
     Raises:
         UserError: another process holds the lock.
@@ -74,16 +59,11 @@ class FolderLock:
             os.close(self._handle)
         self._handle = None
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = close
 
 
 def user_path(text: str) -> Path:
-    """A path from the user, with `~` for the home directory.
-
-    Raises:
-        UserError: there is no such home directory.
-    """
+    """A path from the user, with `~` for the home directory; UserError if there is none."""
     try:
         return Path(text).expanduser()
     except RuntimeError:  # no HOME and no entry of the user, or no such user

@@ -46,14 +46,7 @@ class SymmetricSums:
     def allocate(
         group: dist.ProcessGroup, rows: int, width: int, device: torch.device, timeout_s: float
     ) -> tuple[SymmetricSums, SymmetricSums]:
-        """The two instances that alternate; a collective call.
-
-        Args:
-            group: ranks on GPUs of one host, which can read each other's memory.
-            rows: at most, of a call.
-            width: of a row.
-            device: of this rank.
-            timeout_s: of a wait for another rank.
+        """The two instances that alternate, for up to `rows` rows; a collective call.
 
         Raises:
             RuntimeError: the processes cannot share memory of their GPUs.
@@ -91,13 +84,7 @@ class SymmetricSums:
         return self.sums[self.rank][:rows]
 
     def fold(self, rows: int, out: Tensor, **addends: Any) -> None:
-        """Writes the sum of all ranks' partial sums, plus bias and residual, rounded once.
-
-        Args:
-            rows: of the sums.
-            out: [rows, width].
-            addends: `bias`, `residual` of `tlt_ext.fold_partials`.
-        """
+        """Writes the sum of all ranks plus `bias` and `residual`, rounded once, to `out`."""
         partials = [sums[:rows] for sums in self.sums]
         tlt_ext.fold_partials(
             partials, out, flags=self.flags, rank=self.rank, timeout_s=self.timeout_s, **addends

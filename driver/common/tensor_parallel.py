@@ -47,9 +47,6 @@ class TensorParallel:
             world: all ranks.
             size: ranks of a group, `engine.tensor_parallel`.
             symmetric: see above; not a setting, since it has not run on cards.
-
-        Raises:
-            UserError: the ranks cannot be divided into groups of this size.
         """
         check_group(world.size, size)
         if size == 1:
@@ -64,7 +61,6 @@ class TensorParallel:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the group in the world, in order."""
         first = self.world.rank - self.rank
         return list(range(first, first + self.size))
 
@@ -86,14 +82,7 @@ class TensorParallel:
             _all_gather(out.flatten(0, 1), part, group=self.group)
 
     def check(self, begun_s: float) -> None:
-        """Ends a pass that has waited too long for another rank.
-
-        Args:
-            begun_s: its start, by `time.monotonic`.
-
-        Raises:
-            UserError: more than `run.timeout_s` has passed.
-        """
+        """Raises UserError if a pass begun at `begun_s` (`time.monotonic`) exceeds its time."""
         if self.size == 1 or time.monotonic() < begun_s + self.world.timeout_s:
             return
         backend: Any = self.group
@@ -104,11 +93,7 @@ class TensorParallel:
 
 
 def check_group(ranks: int, size: int) -> None:
-    """Rejects a number of ranks that cannot be divided into groups.
-
-    Raises:
-        UserError: it is no multiple of the size of a group.
-    """
+    """Raises UserError if a number of ranks is no multiple of the size of a group."""
     if ranks % size:
         raise UserError(
             f"engine.tensor_parallel={size}: the number of ranks must be a multiple of it, got"

@@ -41,13 +41,7 @@ def backend_of(device: str) -> str:
 
 
 class World:
-    """This process and its peers; a single process unless `join` found others.
-
-    Args:
-        rank, size: rank of this process, and the number of ranks.
-        device: device of this rank.
-        timeout_s: how long it waits for the other ranks.
-    """
+    """This process and its peers; a single process unless `join` found others."""
 
     def __init__(
         self, rank: int = 0, size: int = 1, device: str = "cpu", timeout_s: float = 600.0
@@ -67,7 +61,7 @@ class World:
             timeout_s: how long a rank waits for the others before it fails.
 
         Raises:
-            UserError: there are too few cards, or the other ranks did not join.
+            UserError: too few cards, or the other ranks did not join.
         """
         size = _from_environment("WORLD_SIZE", 1)
         if size == 1:
@@ -152,11 +146,7 @@ class World:
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """A collective call of all ranks; an error names the ranks that did not reach it.
-
-        Raises:
-            UserError: a rank is lost or late.
-        """
+        """A collective call of all ranks; a UserError names the ranks that did not reach it."""
         self._collectives += 1
         self.enter(self._phase)
         with self.waiting():
@@ -164,13 +154,10 @@ class World:
 
     @contextlib.contextmanager
     def waiting(self, ranks: Sequence[int] = ()) -> Iterator[None]:
-        """A wait for other ranks, which an error names.
+        """A wait for other ranks; a UserError names those that are lost or late.
 
         Args:
             ranks: all that take part; () = those that have not reached the last collective call.
-
-        Raises:
-            UserError: a rank is lost or late.
         """
         phase = self._phase
         try:
@@ -234,11 +221,7 @@ class World:
         return box[0]
 
     def add_up(self, values: Tensor) -> Tensor:
-        """The sum of every rank's values, in the order of the ranks.
-
-        Args:
-            values: float64 on the CPU, of one shape on all ranks.
-        """
+        """The sum of every rank's values (float64 on the CPU), in the order of the ranks."""
         return torch.stack(self.gather(values)).sum(0)
 
     def copy_(self, tensors: Iterable[Tensor]) -> None:
@@ -320,13 +303,10 @@ def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None
 
 
 def split_by_length(expected: Sequence[float], parts: int) -> list[list[int]]:
-    """Splits items into parts of nearly equal size and nearly equal total length.
+    """Rising indices of parts of equal size (up to one) and nearly equal total length.
 
     Items are assigned longest first, each to the shortest part that has room. Sizes are balanced
     before lengths, because the batch size determines a rank's memory.
-
-    Returns:
-        Rising indices of each part; sizes differ by at most one.
 
     Example:
         >>> split_by_length([9, 1, 5, 4, 2], 2)

@@ -27,7 +27,7 @@ class Phases:
         self.total: dict[str, float] = defaultdict(float)
         self._earlier_s = 0.0  # wall time of the earlier processes of a resumed run
         self._step: dict[str, float] = defaultdict(float)
-        self._spans = Spans("train", self.timeline)
+        self._spans = Spans("train", self.timeline.add)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

@@ -178,7 +178,7 @@ class _Start:
         parallel = TensorParallel.of(world, config.engine.tensor_parallel)
         rollout = build_rollout(config, spec, policy.state_dict(), longest, parallel)
         session = Session(rollout, encode, params)
-        rollout.watch(self.phases.timeline)
+        rollout.watch(self.phases.timeline.add)
         if rollout.spot is not None and folder is not None and world.size == 1:
             if config.spot.checkpoint_every:
                 rollout.spot.checkpoints = DraftCheckpoints(folder.path / "drafter")

@@ -170,7 +170,7 @@ class Ranges:
 def test_spans_are_ranges_and_end_with_an_error(monkeypatch):
     ranges, timeline = Ranges(), Timeline()
     monkeypatch.setattr(spans, "nvtx", ranges)
-    rollout = Spans("rollout", timeline)
+    rollout = Spans("rollout", timeline.add)
     with pytest.raises(RuntimeError), rollout("verify"):
         raise RuntimeError
     with rollout("draft") as span:
