@@ -275,12 +275,13 @@ void tree_attention_cuda(const TreeAttentionParams& p, void* workspace, int devi
            static_cast<int>(plan.tail_warps),
            plan.items > 1 && p.head_dim <= 64 ? 2 : 0,  // four producer warps or one
            {}};
-  l.partials = {nullptr, nullptr, 1, 0};
+  l.partials = {nullptr, nullptr, 1, 0, 0};
   if (workspace != nullptr && plan.items > 1) {
     const int64_t partials = plan.partials * s.num_rows * p.num_heads;
     auto* acc = static_cast<float*>(workspace);
     l.partials = {acc, reinterpret_cast<Softmax*>(acc + partials * p.head_dim),
-                  static_cast<int>(plan.items), share_of(plan.items)};
+                  static_cast<int>(plan.items), static_cast<int>(plan.small_items),
+                  share_of(plan.items - plan.small_items)};
   }
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;

@@ -11,7 +11,8 @@ struct Partials {
   float* acc;        // [partials, rows, heads, head_dim]; null: each block folds its own splits
   Softmax* softmax;  // [partials, rows, heads]
   int items;         // blocks that share the keys of a row block
-  uint32_t share;    // of the keys, for one item (splits.h)
+  int small_items;   // the first of them, which take one of the smallest splits each
+  uint32_t share;    // of the other keys, for one other item (splits.h)
 };
 
 struct Launch {
@@ -33,22 +34,25 @@ __device__ __forceinline__ int64_t partial_index(const Launch& l, int64_t partia
   return (partial * l.p.sequences.num_rows + row) * l.p.num_heads + head;
 }
 
-// Keys of each item of a request; an item takes the splits that begin in its part of the keys.
+// The first key of an item of a request, whatever its number of keys is.
 template <int kDim>
-__device__ __forceinline__ uint32_t item_size(const Launch& l, const Request& r) {
-  return Cuts<kDim>::keys_of_item(clamp_position(last_position(l.p, r)), l.partials.share);
+__device__ __forceinline__ uint32_t item_begin(const Launch& l, const Request& r, uint32_t item) {
+  const uint32_t end = clamp_position(last_position(l.p, r));
+  return Cuts<kDim>::item_begin(end, l.partials.small_items, l.partials.share, item);
 }
 
-// Keys of item `item` of a row block whose tile keys end at `end`.
+// Keys of the item of block `block` of a row block whose tile keys end at `end`. Small items have
+// the last blocks, so that they are the second ones of multiprocessors.
 template <int kDim>
-__device__ __forceinline__ KeyRange item_keys(const Launch& l, const Request& r, int item,
+__device__ __forceinline__ KeyRange item_keys(const Launch& l, const Request& r, int block,
                                               int end) {
-  using C = Cuts<kDim>;
   if (l.partials.acc == nullptr) return {0, end};
-  const uint32_t size = item_size<kDim>(l, r), last = static_cast<uint32_t>(end);
-  const uint32_t begin = C::next_split(item * size), next = C::next_split((item + 1) * size);
+  const int items = l.partials.items, turned = block + l.partials.small_items;
+  const int item = turned < items ? turned : turned - items;
+  const uint32_t last = static_cast<uint32_t>(end);
+  const uint32_t begin = item_begin<kDim>(l, r, item), next = item_begin<kDim>(l, r, item + 1);
   return {static_cast<int>(min(begin, last)),
-          item + 1 < l.partials.items ? static_cast<int>(min(next, last)) : end};
+          item + 1 < items ? static_cast<int>(min(next, last)) : end};
 }
 
 // Keys of a block of a cluster.
@@ -62,7 +66,7 @@ template <int kDim>
 __device__ __forceinline__ int first_partial(const Launch& l, const Request& r, int begin) {
   if (begin == 0) return 0;
   using C = Cuts<kDim>;
-  const uint32_t second = C::next_split(item_size<kDim>(l, r));
+  const uint32_t second = item_begin<kDim>(l, r, 1);
   return C::splits_below(begin) - static_cast<int>(C::splits_below(second)) + 1;
 }
 

@@ -61,7 +61,7 @@ __device__ __forceinline__ void prepare_row(const Launch& l, const Request& r, i
   if (is_valid_row(l.p, r, row, position)) {
     using C = Cuts<kDim>;
     const auto splits = static_cast<int>(C::splits_below(tail_begin(position)));
-    const auto first = static_cast<int>(C::splits_below(C::next_split(item_size<kDim>(l, r))));
+    const auto first = static_cast<int>(C::splits_below(item_begin<kDim>(l, r, 1)));
     count = splits == 0 ? 0 : splits <= first ? 1 : splits - first + 1;
   }
   if (lane == 0) {

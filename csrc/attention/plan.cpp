@@ -13,14 +13,15 @@ constexpr int64_t kMmaRows = 16;
 // The largest number of partials of any length up to `max_slots`: it occurs just past the start of
 // a split.
 template <int kDim>
-int64_t most_partials(int64_t max_slots, int64_t items) {
+int64_t most_partials(int64_t max_slots, int64_t items, int64_t small_items) {
   using C = Cuts<kDim>;
   int64_t most = 1;
   const int64_t slots = std::min<int64_t>(max_slots, kMaxTileKeys);
   for (int64_t split = 0; C::split_begin(split) < slots; ++split) {
     const auto end = static_cast<uint32_t>(C::split_begin(split) + 1);
-    const uint32_t first_item = C::next_split(C::keys_of_item(end, share_of(items)));
-    most = std::max(most, split + 2 - int64_t{C::splits_below(first_item)});
+    const uint32_t second =
+        C::item_begin(end, static_cast<uint32_t>(small_items), share_of(items - small_items), 1);
+    most = std::max(most, split + 2 - int64_t{C::splits_below(second)});
   }
   return most;
 }
@@ -33,6 +34,16 @@ int64_t items_for(const AttentionShape& shape, int64_t blocks, int64_t warps) {
   if (blocks >= (light ? kMultiprocessors : kMultiprocessors * 4 / 5)) return 1;
   const bool two = light || (warps == 4 && 2 * blocks >= kMultiprocessors * 9 / 10);
   return (two ? 2 : 1) * kMultiprocessors / blocks;
+}
+
+// A split of 128 keys takes half the time of one of 512 and stores a partial, too. So a block with
+// the four or eight first splits of a short context ends last. If there is room for second blocks
+// on some multiprocessors, each of these splits gets a block.
+int64_t small_items_for(const AttentionShape& shape, int64_t blocks, const AttentionPlan& plan) {
+  constexpr int64_t kSlots = 16384, kRoom = kMultiprocessors * 3 / 2;
+  constexpr int64_t kSplits = Cuts<128>::kSmallSplits;
+  const bool pays = plan.warps == 4 && shape.head_dim > 64 && shape.max_slots <= kSlots;
+  return pays && plan.items >= 16 && blocks * (plan.items + kSplits) <= kRoom ? kSplits : 0;
 }
 
 // The smallest number of rows per merge block with which all blocks are resident together. Where
@@ -72,12 +83,14 @@ AttentionPlan plan_attention(const AttentionShape& shape) {
   plan.row_blocks = std::max<int64_t>(1, (rows + block_rows - 1) / block_rows);
   const int64_t blocks = shape.num_requests * shape.num_kv_heads * plan.row_blocks;
   plan.items = items_for(shape, blocks, plan.warps);
+  plan.small_items = small_items_for(shape, blocks, plan);
+  plan.items += plan.small_items;
   plan.alone = blocks * plan.items <= kMultiprocessors;
   plan.cluster = fits_clusters(shape, plan, blocks);
   plan_merge(shape, &plan);
   if (plan.items > 1) {
     const auto most = shape.head_dim <= 64 ? most_partials<64> : most_partials<128>;
-    plan.partials = most(shape.max_slots, plan.items);
+    plan.partials = most(shape.max_slots, plan.items, plan.small_items);
     const int64_t partial = (shape.head_dim + 2) * static_cast<int64_t>(sizeof(float));
     plan.workspace_bytes = plan.partials * shape.num_rows * shape.num_heads * partial;
   }

@@ -62,6 +62,16 @@ struct Cuts {
     const auto part = static_cast<uint32_t>(uint64_t{end} * share >> 32);
     return (part + unit) & ~(unit - 1);  // rounded up, at least one unit
   }
+
+  // First key of an item, which takes the splits that begin before the next item. The first
+  // `small_items`, 0 or kSmallSplits, take one small split each; the others share the rest of `end`
+  // keys.
+  TLT_HD static uint32_t item_begin(uint32_t end, uint32_t small_items, uint32_t share,
+                                    uint32_t item) {
+    if (item < small_items) return item * kSmall;
+    const uint32_t before = small_items * kSmall, others = end > before ? end - before : 0;
+    return next_split(before + (item - small_items) * keys_of_item(others, share));
+  }
 };
 
 // The share of the keys for each of `items` (2 or more), as a fraction of 2^32. The last item takes

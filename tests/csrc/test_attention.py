@@ -428,3 +428,18 @@ def test_workspace_has_room_for_the_partials_of_every_length(name):
             first_item = up(share + 1, split_keys(end // 2))
             first = bisect_left(cuts, up(first_item, split_keys(first_item)))
             assert bisect_left(cuts, context) - first + 1 <= partials, context
+
+
+def test_workspace_has_room_for_a_partial_of_every_split():
+    """One request with a short table: each of the first splits has a block of its own."""
+    rows, heads, dim, slots = 16, 32, 128, 16_000
+    size = tlt_ext.attention_workspace_bytes(
+        num_requests=1,
+        num_rows=rows,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=dim,
+        max_slots=slots,
+    )
+    splits = 1024 // 128 + (8192 - 1024) // 512 + -(-(slots - 8192) // 1024)
+    assert size >= splits * rows * heads * (dim + 2) * 4
