@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import tempfile
 import time
 from collections.abc import Sequence
@@ -75,13 +76,16 @@ class Long:
 
 
 class Scored:
-    """A task whose rewards differ: random weights earn none, and equal ones train nothing."""
+    """A task whose rewards differ in every group: without a gradient a response is not trained."""
+
+    def __init__(self) -> None:
+        self.scored = itertools.count()
 
     def prompt(self, split: str, index: int) -> str:
         return f"{index % 89} + {index % 97} ="
 
     def reward(self, prompt: str, response: str, answer: str) -> float:
-        return len(response) % 7 / 7
+        return next(self.scored) % 7 / 7
 
 
 def options(words: Sequence[str]) -> argparse.Namespace:
