@@ -28,17 +28,13 @@ BUSY, IDLE, TRAINING, UPDATE = "busy", "idle", "training", "update"
 class Coordinator:
     """One rank's part in the training of each step.
 
-    Args:
-        min_ranks: smallest number of idle ranks that train.
-
     Attributes:
         changes: (wall clock, state from then on) of the step.
     """
 
-    def __init__(self, world: World, spot: SpotTrainer, min_ranks: int = 1) -> None:
+    def __init__(self, world: World, spot: SpotTrainer) -> None:
         assert world.store is not None
-        self.world, self.store = world, world.store
-        self.spot, self.min_ranks = spot, min_ranks
+        self.world, self.store, self.spot = world, world.store, spot
         self.changes: list[tuple[float, str]] = []
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._round, self._idle_since = "", 0.0
@@ -94,8 +90,7 @@ class Coordinator:
         group = 0
         while not self._all_finished():
             ranks = [rank, *(r for r in self._idle() if r != rank)]
-            few = len(ranks) < self.min_ranks or not self.spot.buffer.num_tokens
-            if few or self.spot.error is not None:
+            if not self.spot.buffer.num_tokens or self.spot.error is not None:
                 time.sleep(POLL_S)
                 continue
             self.spot.first_vocabulary()

@@ -139,30 +139,21 @@ def read_drafter(folder: Path, target: ModelSpec | None = None) -> dict[str, Ten
         A state for `driver.model.drafter.Drafter` and `DraftRunner.load`.
 
     Raises:
-        UserError: names what is missing, unknown, misshapen or of another model.
-    """
-    problems = check_drafter(folder, target)
-    if problems:
-        raise UserError(f"{folder}: {'; '.join(problems)}")
-    return load_file(folder / WEIGHTS)
-
-
-def check_drafter(folder: Path, target: ModelSpec | None = None) -> list[str]:
-    """Problems that a serving loader would have with a drafter's folder; [] if there are none.
-
-    Raises:
-        UserError: a file is missing or unreadable.
+        UserError: names what is unreadable, missing, unknown, misshapen or of another model.
     """
     config = read_json(folder / CONFIG)
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / WEIGHTS}: cannot be read ({error})") from error
-    problems = _config_problems(config, target)
-    if problems:
-        return problems
+    if problems := _config_problems(config, target) or _tensor_problems(config, tensors):
+        raise UserError(f"{folder}: {'; '.join(problems)}")
+    return tensors
+
+
+def _tensor_problems(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
     expected = expected_tensors(config)
-    problems += [f"tensor {name} is missing" for name in expected.keys() - tensors.keys()]
+    problems = [f"tensor {name} is missing" for name in expected.keys() - tensors.keys()]
     problems += [f"tensor {name} is unknown" for name in tensors.keys() - expected.keys()]
     for name in expected.keys() & tensors.keys():
         shape, dtype = expected[name]

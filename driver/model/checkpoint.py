@@ -7,9 +7,8 @@ the vocabulary are cut, and whether the head is tied follows from the tensors.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,12 +39,11 @@ def check_checkpoint(folder: Path) -> ModelSpec:
     """
     spec = ModelSpec.from_folder(folder)
     shapes = {}
-    for name, (path, entry) in _entries(folder).items():
-        shape = list(entry["shape"])
+    for name, (path, (dtype, shape)) in _entries(folder).items():
         if name in (EMBEDDING, HEAD):  # padded rows are cut when the file is read
             shape[:1] = [min(rows, spec.vocab_size) for rows in shape[:1]]
-        if entry["dtype"] not in FLOATS:
-            raise UserError(f"{path}: {name} is {entry['dtype']}; wanted {', '.join(FLOATS)}")
+        if dtype not in FLOATS:
+            raise UserError(f"{path}: {name} is {dtype}; wanted {', '.join(FLOATS)}")
         shapes[name] = shape
     check_shapes(spec, shapes, str(folder))
     return spec
@@ -137,12 +135,9 @@ def load_checkpoint(
         for name, (path, _) in _entries(folder).items():
             if name not in wanted:
                 continue
-            try:
-                if path not in files:
-                    files[path] = opened.enter_context(safe_open(path, framework="pt"))
-                tensor = files[path].get_tensor(name)
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"{path}: cannot be read ({error}); copy it again") from None
+            if path not in files:
+                files[path] = opened.enter_context(_opened(path))
+            tensor = files[path].get_tensor(name)
             weights[name] = tensor[: spec.vocab_size] if name in (EMBEDDING, HEAD) else tensor
             weights[name] = weights[name].to(dtype, copy=not mapped)
             check_finite({name: weights[name]}, dtype, str(path))
@@ -191,37 +186,29 @@ def load_model(folder: Path, dtype: torch.dtype, mapped: bool = False) -> PreTra
     return model
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Reads a safetensors header: tensor name -> `dtype`, `shape` and `data_offsets`.
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; its header and its size are checked."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a whole safetensors file ({error}); copy it again") from None
+
+
+def read_header(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Dtype and shape of each tensor of a safetensors file.
 
     Raises:
-        UserError: the file is missing, not safetensors, or lacks bytes that the header lists.
+        UserError: the file is missing, truncated or not safetensors.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if 8 + length <= size else b""
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    if size < 8 or 8 + length > size:
-        raise UserError(f"{path}: truncated at {size} bytes, inside its header; copy it again")
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        entries = [
-            (e["dtype"], list(e["shape"]), int(e["data_offsets"][1])) for e in header.values()
-        ]
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
-        raise UserError(f"{path}: not a safetensors file (its header is unreadable)") from None
-    needed = 8 + length + max((end for _, _, end in entries), default=0)
-    if size < needed:
-        raise UserError(f"{path}: truncated, {size} of {needed} bytes; copy it again")
-    return header
+    with _opened(path) as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}
+        return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
 
 
-def _entries(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Tensor name -> its file and its entry in the header there."""
+def _entries(folder: Path) -> dict[str, tuple[Path, tuple[str, list[int]]]]:
+    """Tensor name -> its file, and its dtype and shape there."""
     single, index = folder / SINGLE, folder / INDEX
     if single.exists():
         return {name: (single, entry) for name, entry in read_header(single).items()}
@@ -232,7 +219,7 @@ def _entries(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise UserError(f"{index}: no weight_map; copy the checkpoint again")
-    headers: dict[str, dict[str, Any]] = {}
+    headers: dict[str, dict[str, tuple[str, list[int]]]] = {}
     for name, file in files.items():
         if not isinstance(file, str):
             raise UserError(f"{index}: {name}: wanted the name of a file, got {file!r}")

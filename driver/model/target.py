@@ -6,7 +6,7 @@ and, in a tree, its ancestors. A row's logits are the same bits in all three (ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 import tlt_ext
 
-from ..common.errors import UserError
 from ..common.tensor_parallel import TensorParallel
 from .exchange import Exchange, shared_sums
 from .kv_cache import KvCache
@@ -93,13 +92,11 @@ class TargetModel(TargetWeights):
         dtype: of weights, activations and cache; default is the checkpoint's.
         max_rows: rows of the largest forward pass.
         max_logits: rows with logits of a forward pass; 0 = `max_rows`.
-        feature_layers: three layers whose outputs are recorded; empty = `default_feature_layers`.
         parallel: ranks that share the model; all make the same calls, and get the same bits as one
             rank with the whole model.
 
     Raises:
-        UserError: the weights do not fit the spec, a feature layer does not exist, or the ranks
-            cannot share the model.
+        UserError: the weights do not fit the spec, or the ranks cannot share the model.
     """
 
     def __init__(
@@ -111,19 +108,13 @@ class TargetModel(TargetWeights):
         dtype: torch.dtype | None = None,
         max_rows: int = 512,
         max_logits: int = 0,
-        feature_layers: Sequence[int] = (),
         parallel: TensorParallel | None = None,
     ) -> None:
         self.parallel = parallel or TensorParallel()
         shard = Shard.of(spec, self.parallel.rank, self.parallel.size)
         super().__init__(spec, shard, torch.device(device), dtype or spec.dtype)
         self.max_rows, self.max_logits = max_rows, max_logits or max_rows
-        self.feature_layers = tuple(feature_layers) or default_feature_layers(spec.num_layers)
-        for layer in self.feature_layers:
-            if not 0 <= layer < spec.num_layers:
-                raise UserError(
-                    f"feature_layers: must be layers 0 to {spec.num_layers - 1}, got {layer}"
-                )
+        self.feature_layers = default_feature_layers(spec.num_layers)
         self.workspace = Workspace(self.device)
         self.cos_sin = rope_table(spec).to(self.device)
         self._no_rope = no_rope_table(spec, self.device)

@@ -25,28 +25,22 @@ CLOSED = "0"  # number of requests in a slot that the receiver closed
 
 
 class Rebalancer(RequestSource):
-    """One rank's part in merging the tails of each rollout.
+    """One rank's part in merging the tails of a rollout.
 
     Args:
         most: largest number of requests that a rank hands over.
+        rollout: its name, the same on all ranks.
     """
 
-    def __init__(self, world: World, most: int, max_batch: int) -> None:
+    def __init__(self, world: World, most: int, max_batch: int, rollout: str) -> None:
         assert world.store is not None
         self.world, self.store = world, world.store
-        self.most, self.max_batch = most, max_batch
+        self.most, self.max_batch, self.rollout = most, max_batch, rollout
         self._me = str(world.rank)
-        self._round = ""
-        self._over = True  # nothing more to hand over or to take
+        self._over = False  # nothing more to hand over or to take
         self._receives = False
-        self._senders: list[int] = []  # ranks whose slot the receiver has not read yet
-        self._next_look = 0.0
-
-    def start(self, step: int, refill: int) -> None:
-        """Begins a rollout."""
-        self._round = f"rebalance/{step}.{refill}"
-        self._over = self._receives = False
-        self._senders = [rank for rank in range(self.world.size) if rank != self.world.rank]
+        # Ranks whose slot the receiver has not read yet.
+        self._senders = [rank for rank in range(world.size) if rank != world.rank]
         self._next_look = 0.0
 
     def due(self, scheduler: Scheduler) -> bool:
@@ -136,7 +130,7 @@ class Rebalancer(RequestSource):
         return self.store.compare_set(self._key(name), "", value).decode()
 
     def _key(self, name: str) -> str:
-        return f"{self._round}/{name}"
+        return f"rebalance/{self.rollout}/{name}"
 
 
 def _parcel(rank: int, number: int) -> str:

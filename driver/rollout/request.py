@@ -124,18 +124,13 @@ class Request:
                 )
         if length == 0:
             raise UserError(f"request {self.id}: the prompt is empty; it needs one token")
-        if length >= max_len:
-            raise UserError(
-                f"prompt of {length} tokens does not fit a request of at most {max_len};"
-                " shorten it, raise engine.max_len (max_len of a Session), or use a model with a"
-                " longer context"
-            )
-        if total > max_len:
+        if length >= max_len or total > max_len:
+            room = max_len - length
+            fit = f"at most {room} new tokens fit; lower it" if room > 0 else "shorten the prompt"
             raise UserError(
                 f"prompt of {length} tokens and max_new_tokens={self.params.max_new_tokens}"
-                f" exceed the {max_len} of a request; at most {max_len - length} new tokens fit;"
-                " lower it, raise engine.max_len (max_len of a Session), or use a model with a"
-                " longer context"
+                f" exceed the {max_len} of a request; {fit}, raise engine.max_len (max_len of a"
+                " Session), or use a model with a longer context"
             )
         needed = pages_for(total, page_size) + 1  # its copy of a shared partial page
         if needed > num_pages:

@@ -144,8 +144,7 @@ class BatchState:
         self._count_up = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
         self.control = self._zeros(CONTROL_WORDS)
         # Contents of the rows, so that only changes are written.
-        self._assigned: list[RunningRequest | None] = [None] * max_batch
-        self._slots = [-1] * max_batch
+        self._assigned: list[tuple[RunningRequest, int] | None] = [None] * max_batch
         self._pages: list[list[int]] = [[] for _ in range(max_batch)]
         self._group_versions = [0] * max_batch
         self._views: dict[int, Batch] = {}
@@ -200,9 +199,9 @@ class BatchState:
         new = set(self.store.take(running))
         self.running[:] = self._arranged(running)
         for row, state in enumerate(self.running):
-            moved = self._assigned[row] is not state or self._slots[row] != self.store.slot(state)
-            if moved or state in new:
-                self._assign(row, state)
+            place = state, self.store.slot(state)
+            if self._assigned[row] != place or state in new:
+                self._assign(row, *place)
             if self._pages[row] != state.pages:
                 self._put_pages(row, state.pages)
             version = self.store.group_version(state)
@@ -232,16 +231,16 @@ class BatchState:
         others = (s for s in running if s not in placed)
         return [next(others) if s is None else s for s in kept]
 
-    def _assign(self, row: int, state: RunningRequest) -> None:
+    def _assign(self, row: int, state: RunningRequest, slot: int) -> None:
         """Writes the columns that stay constant while the request has this row."""
-        slot, columns, params = self.store.slot(state), self._columns, state.request.params
+        columns, params = self._columns, state.request.params
         columns["slot"][row] = columns["store_row"][row] = slot
         columns["request"][row] = state.request.id
         columns["temperature"][row] = params.temperature
         columns["draft_temperature"][row] = self.draft_temperature * params.temperature
         columns["top_k"][row], columns["top_p"][row] = params.top_k, params.top_p
         self._put("stop_ids", row, params.stop_ids)
-        self._assigned[row], self._slots[row], self._group_versions[row] = state, slot, 0
+        self._assigned[row], self._group_versions[row] = (state, slot), 0
 
     def _put_pages(self, row: int, pages: list[int]) -> int:
         """Writes a row of the block table, or only the added pages; returns the number of pages."""

@@ -31,13 +31,6 @@ class Tree:
         """The group that ops take; `position` and `row_start` are in `Batch.rows_of`."""
         return tlt_ext.Tree(self.tokens, self.parents, self.ancestors)
 
-    def ragged(self) -> Tree:
-        """The tree without inert rows, at least one row; on a GPU this waits for the device."""
-        used = max(1, int(self.row_start[-1]))
-        ancestors = None if self.ancestors is None else self.ancestors[:used]
-        tokens, parents, position = (t[:used] for t in (self.tokens, self.parents, self.position))
-        return Tree(tokens, parents, position, ancestors, self.row_start)
-
     def to(self, device: torch.device) -> Tree:
         """The same tree on another device."""
         ancestors = None if self.ancestors is None else self.ancestors.to(device)
@@ -91,5 +84,9 @@ class NodeStore:
             source=source,
             num_verify=self.num_verify,
         )
+        if self.token.device.type != "cpu":
+            return tree
         # Only the CPU knows the count without waiting, and only there inert rows cost time.
-        return tree.ragged() if self.token.device.type == "cpu" else tree
+        used = max(1, int(self._row_start[-1]))
+        rows = tokens[:used], parents[:used], position[:used], self._ancestors[:used]
+        return Tree(*rows, self._row_start)

@@ -79,9 +79,7 @@ class Collector(RolloutObserver):
         shared = config.engine.tensor_parallel
         self.group, self.groups = world.rank // shared, world.size // shared
         self.reports = world.rank % shared == 0
-        self.rebalancer: Rebalancer | None = None
-        if config.spot.rebalance and world.size > 1:
-            self.rebalancer = Rebalancer(world, config.spot.rebalance, config.engine.max_batch)
+        self.rebalancer: Rebalancer | None = None  # of the last rollout
         self.prompts_drawn = 0  # from the training split
         self.stats, self.tool_stats = RolloutStats(), ToolStats()  # of the step, all ranks together
         self.ranks = RankTimes(world, self.coordinator)
@@ -179,8 +177,9 @@ class Collector(RolloutObserver):
         began = time.perf_counter()
         if self.coordinator is not None:
             self.coordinator.start(step, refill)
-        if self.rebalancer is not None:
-            self.rebalancer.start(step, refill)
+        most, name = self.config.spot.rebalance, f"{step}.{refill}"
+        if most and self.world.size > 1:
+            self.rebalancer = Rebalancer(self.world, most, self.config.engine.max_batch, name)
         if self.tail is not None:
             self.tail.begin(first=refill == 0)
         groups = dict(enumerate(prompts, first))

@@ -80,86 +80,71 @@ class Footprint:
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
 
-def footprint(config: Config, spec: ModelSpec, prompt_len: int, ranks: int = 1) -> Footprint:
-    """Bytes of one rank of a run on `run.device`.
+@dataclass(frozen=True)
+class RunShape:
+    """The inputs of the memory estimate besides the configuration."""
 
-    Args:
-        spec: from `policy_spec`.
-        prompt_len: tokens of the longest prompt.
-        ranks: processes of the run, which share the policy's weights and the optimizer.
-    """
-    on_card = config.run.device != "cpu"
-    offload = config.grpo.offload
-    trained = _trained_parts(spec, ranks)
-    gradients = {"gradients": trained["policy"]}
-    moved = {"none": {}, "moments": {"Adam": trained["Adam"]}, "all": trained | gradients}[offload]
-    always = {part: size for part, size in trained.items() if not on_card or part not in moved}
-    if config.grpo.kl_coef:
-        always["reference"] = spec.num_parameters * spec.dtype.itemsize
-    always |= _engine_parts(config, spec, prompt_len)
-    if on_card:
-        always[CONTEXT] = CONTEXT_BYTES
-    tokens, longest = row_tokens(config, prompt_len), prompt_len + config.sampling.max_new_tokens
-    row = Row(
-        tokens,
-        spec.dtype,
-        checkpointing=config.grpo.checkpointing,
-        on_card=on_card,
-        separate=longest >= LONG_TOKENS,
-        sharded=ranks > 1 or offload == "all",
-    )
-    phases = update_bytes(spec, row)
-    kept = {} if on_card and offload == "all" else gradients
-    if longest * _responses(config) > tokens * config.grpo.minibatches:
-        # The sums of earlier micro-batches.
-        phases = {phase: kept | needs for phase, needs in phases.items()}
-    phases |= {"update, its end": kept | phases["update, its end"], "optimizer": dict(kept)}
-    if on_card and offload == "moments":
-        largest = max(map(math.prod, spec.shapes().values())) // ranks
-        part = trained["Adam"] * min(1.0, (PART_NUMBERS + largest) * ranks / spec.num_parameters)
-        phases["optimizer"]["moments of a part"] = int(part)
-    if config.engine.free_in_update == "true":
-        phases["rollout"] = {part: always.pop(part) for part in PAGES if part in always}
-    return Footprint(always, phases, sum(moved.values()) if on_card else 0)
+    spec: ModelSpec  # in the dtype of the run, from `policy_spec`
+    prompt_len: int  # tokens of the longest prompt
+    ranks: int = 1  # processes, which share the policy's weights and the optimizer
+
+    def footprint(self, config: Config) -> Footprint:
+        """Bytes of one rank of a run on `run.device`."""
+        spec, ranks, offload = self.spec, self.ranks, config.grpo.offload
+        on_card = config.run.device != "cpu"
+        trained = _trained_parts(spec, ranks)
+        gradients = {"gradients": trained["policy"]}
+        moments = {"Adam": trained["Adam"]}
+        moved = {"none": {}, "moments": moments, "all": trained | gradients}[offload]
+        always = {part: size for part, size in trained.items() if not on_card or part not in moved}
+        if config.grpo.kl_coef:
+            always["reference"] = spec.num_parameters * spec.dtype.itemsize
+        always |= _engine_parts(config, spec, self.prompt_len)
+        if on_card:
+            always[CONTEXT] = CONTEXT_BYTES
+        tokens = row_tokens(config, self.prompt_len)
+        longest = self.prompt_len + config.sampling.max_new_tokens
+        row = Row(
+            tokens,
+            spec.dtype,
+            checkpointing=config.grpo.checkpointing,
+            on_card=on_card,
+            separate=longest >= LONG_TOKENS,
+            sharded=ranks > 1 or offload == "all",
+        )
+        phases = update_bytes(spec, row)
+        kept = {} if on_card and offload == "all" else gradients
+        if longest * _responses(config) > tokens * config.grpo.minibatches:
+            # The sums of earlier micro-batches.
+            phases = {phase: kept | needs for phase, needs in phases.items()}
+        phases |= {"update, its end": kept | phases["update, its end"], "optimizer": dict(kept)}
+        if on_card and offload == "moments":
+            numbers = PART_NUMBERS + max(map(math.prod, spec.shapes().values())) // ranks
+            share = min(1.0, numbers * ranks / spec.num_parameters)
+            phases["optimizer"]["moments of a part"] = int(trained["Adam"] * share)
+        if config.engine.free_in_update == "true":
+            phases["rollout"] = {part: always.pop(part) for part in PAGES if part in always}
+        return Footprint(always, phases, sum(moved.values()) if on_card else 0)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A packed row of the update.
-
-    Attributes:
-        tokens: of the row.
-        dtype: of forward and backward passes.
-        checkpointing: only the inputs of the layers are kept, and one layer while it is recomputed.
-        on_card: on a GPU heads share keys and values, the result has one copy less, and compiled
-            norms save their input and output only.
-        separate: on a GPU long documents have their own attention call, which copies the result.
-        sharded: FSDP2 gathers the weights of a layer and scatters its gradients.
-    """
+    """A packed row of the update."""
 
     tokens: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of forward and backward passes
+    # Only the inputs of the layers are kept, and one layer while it is recomputed.
     checkpointing: bool = False
+    # Heads share keys and values, the result has one copy less, and compiled norms save their input
+    # and output only.
     on_card: bool = True
-    separate: bool = False
-    sharded: bool = False
+    separate: bool = False  # on a card: the attention call of long documents copies the result
+    sharded: bool = False  # FSDP2 gathers the weights of a layer and scatters its gradients
 
     @property
     def copies(self) -> bool:
         """Whether float32 weights are copied for the pass."""
         return is_half(self.dtype) and not self.sharded
-
-
-@dataclass(frozen=True)
-class RunShape:
-    """The inputs of the memory estimate besides the configuration."""
-
-    spec: ModelSpec  # in the dtype of the run
-    prompt_len: int  # tokens of the longest prompt
-    ranks: int = 1
-
-    def footprint(self, config: Config) -> Footprint:
-        return footprint(config, self.spec, self.prompt_len, self.ranks)
 
 
 def is_half(dtype: torch.dtype) -> bool:

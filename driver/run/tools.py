@@ -70,7 +70,7 @@ class Tools:
         self._kept = {ids[0] for ids in texts if len(ids) == 1}  # stop tokens of a turn's text
         self._lock = threading.Lock()
         self._prompts: Mapping[int, Prompt] = {}
-        self._asked: set[Future[str | None]] = set()  # turns without an answer yet
+        self.asked: set[Future[str | None]] = set()  # turns without an answer yet
         self.stats = ToolStats()
 
     @staticmethod
@@ -108,11 +108,6 @@ class Tools:
                 self.stats.failures[state.request.id] = f"{where}, turn {state.turn}: {error}"
         return None if error else self._encode.framed(ids[:limit])
 
-    def cancel(self) -> None:
-        """Gives up the turns without an answer yet, so that nothing waits for them."""
-        for answered in tuple(self._asked):
-            answered.cancel()
-
     def report(self) -> None:
         """Warns of the failures of the rollout."""
         lines = sorted(self.stats.failures.values())
@@ -140,7 +135,7 @@ class Tools:
             with contextlib.suppress(InvalidStateError):  # it was cancelled
                 give(value)
 
-        self._asked.add(answered)
+        self.asked.add(answered)
         # A thread cannot be killed; one that hangs must not delay the end of the process.
         threading.Thread(target=ask, name="tool", daemon=True).start()
         try:
@@ -150,7 +145,7 @@ class Tools:
                 raise
             raise TimeoutError(f"no answer in reward.timeout_s={self.timeout_s:g}") from None
         finally:
-            self._asked.discard(answered)
+            self.asked.discard(answered)
         if not (answer is None or isinstance(answer, str)):
             raise TypeError(f"expected a text or None, got {shown(answer)}")
         return answer
@@ -166,6 +161,7 @@ def answering(tools: Tools | None, prompts: Mapping[int, Prompt]) -> Iterator[On
     try:
         yield tools.on_end
     except BaseException:
-        tools.cancel()
+        for asked in tuple(tools.asked):  # so that nothing waits for their answers
+            asked.cancel()
         raise
     tools.report()

@@ -35,7 +35,7 @@ def cut(path, size):
 
 def test_a_header_lists_the_tensors(model):
     header = read_header(model / "model.safetensors")
-    assert header["model.embed_tokens.weight"]["shape"] == [97, 48]
+    assert header["model.embed_tokens.weight"] == ("F32", [97, 48])
     assert "__metadata__" not in header
 
 
@@ -65,36 +65,34 @@ def test_malformed_config_is_named(model, text, match):
 
 
 @pytest.mark.parametrize("missing", [1, 40, 58])
-def test_truncated_safetensors_is_refused_with_both_sizes(model, missing):
+def test_truncated_safetensors_is_refused(model, missing):
     path = model / "model.safetensors"
-    size = path.stat().st_size
-    cut(path, size - missing)
-    with pytest.raises(UserError, match=f"truncated, {size - missing} of {size} bytes"):
+    cut(path, path.stat().st_size - missing)
+    with pytest.raises(UserError, match="not a whole safetensors file .*not fully covered"):
         check_checkpoint(model)
 
 
 @pytest.mark.parametrize("size", [0, 7, 8, 30])
 def test_safetensors_cut_inside_its_header_is_refused(model, size):
     cut(model / "model.safetensors", size)
-    with pytest.raises(UserError, match=f"truncated at {size} bytes, inside its header"):
+    with pytest.raises(UserError, match="not a whole safetensors file .*header"):
         check_checkpoint(model)
 
 
 def test_bytes_that_are_no_safetensors_are_refused(model):
     (model / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"what")
-    with pytest.raises(UserError, match="not a safetensors file"):
+    with pytest.raises(UserError, match="not a whole safetensors file .*invalid JSON"):
         check_checkpoint(model)
     # A pointer file of Git LFS reads as a header of absurd length.
     (model / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(UserError, match="truncated at 43 bytes"):
+    with pytest.raises(UserError, match="not a whole safetensors file .*too large"):
         check_checkpoint(model)
 
 
 def test_shards_are_checked_one_by_one(sharded):
     second = sorted(sharded.glob("*.safetensors"))[1]
-    size = second.stat().st_size
-    cut(second, size - 2)
-    with pytest.raises(UserError, match=f"{second.name}: truncated, {size - 2} of {size}"):
+    cut(second, second.stat().st_size - 2)
+    with pytest.raises(UserError, match=f"{second.name}: not a whole safetensors file"):
         check_checkpoint(sharded)
     save_file({"c": torch.ones(2)}, second)
     with pytest.raises(UserError, match=f"{second.name}: tensor .* of the index is not in it"):

@@ -415,7 +415,7 @@ def test_tables_are_as_long_as_the_longest_request(policy):
 
 def test_a_request_that_cannot_run_is_one_clear_line(rollout):
     long = [Request(1, 0, tuple(range(6, 90)) * 4, SamplingParams(max_new_tokens=8))]
-    with pytest.raises(UserError, match="prompt of 336 tokens does not fit .* 256; .* raise engi"):
+    with pytest.raises(UserError, match="prompt of 336 tokens .* exceed the 256 of .* raise engi"):
         generate(rollout, long)
 
 

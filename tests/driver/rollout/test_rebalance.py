@@ -132,9 +132,7 @@ def ranks(monkeypatch):
             scheduler.admit()
             for sequence in scheduler.running:
                 sequence.tokens.append(7)
-            part = Rebalancer(world, most, max_batch)
-            part.start(0, 0)
-            made.append((part, scheduler))
+            made.append((Rebalancer(world, most, max_batch, "0.0"), scheduler))
         return made
 
     return make
@@ -257,8 +255,8 @@ collector.Collector.rewards = REWARDS
 SumsTask.reward = lambda self, prompt, text, finished: sum(map(ord, prompt.id + text)) % 97 / 100
 rebalance.LOOK_S = 0.0
 make = rebalance.Rebalancer.__init__
-def one_receives(self, world, most, max_batch):
-    make(self, world, most, max_batch if RANK == 1 else 0)
+def one_receives(self, world, most, max_batch, rollout):
+    make(self, world, most, max_batch if RANK == 1 else 0, rollout)
 rebalance.Rebalancer.__init__ = one_receives
 bursts = RolloutEngine._run_bursts
 def slowly(self, *args):

@@ -103,7 +103,7 @@ def test_the_youngest_is_preempted_and_recomputed():
 
 def test_requests_that_can_never_run_are_refused():
     made = scheduler(pages=4, page_size=4, max_len=64)
-    with pytest.raises(UserError, match="prompt of 64 tokens does not fit a request of at most 64"):
+    with pytest.raises(UserError, match="exceed the 64 of a request; shorten the prompt"):
         made.add([request(0, range(64))])
     with pytest.raises(UserError, match="exceed the 64 of a request; at most 4 new tokens fit"):
         made.add([request(0, range(60))])

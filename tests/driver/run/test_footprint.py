@@ -20,7 +20,7 @@ from driver.run.collector import Collector
 from driver.run.dry_run import run_shape
 from driver.run.footprint import (
     Row,
-    footprint,
+    RunShape,
     held_bytes,
     policy_spec,
     row_tokens,
@@ -81,7 +81,7 @@ WORDS = [
 
 def predicted(*words):
     config = load_config([*WORDS, *words])
-    return config, footprint(config, policy_spec(config, None), PROMPT)
+    return config, RunShape(policy_spec(config, None), PROMPT).footprint(config)
 
 
 @pytest.mark.parametrize(
