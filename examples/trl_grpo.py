@@ -84,7 +84,7 @@ def train(config, rollout):
     return [line for line in trainer.state.log_history if "step_time" in line]
 
 
-words = sys.argv[1:] or SETTINGS
+words = [*SETTINGS, *sys.argv[1:]]  # a later word wins
 config = load_config(words)
 seconds = {}
 for name in ("trl", "tlt"):

@@ -2,6 +2,7 @@
 
 import enum
 import sys
+from operator import index
 from typing import Any, NoReturn, Protocol
 
 from tlt_ext import _C
@@ -52,6 +53,17 @@ def current_stream(array: Any, stream: int | None) -> int:
     if isinstance(array, getattr(cupy, "ndarray", ())):
         return cupy.cuda.get_current_stream().ptr
     return 0
+
+
+def seed_word(seed: int) -> int:
+    """A seed as the native core takes it.
+
+    Raises:
+        ValueError: it does not fit into an unsigned 64-bit word.
+    """
+    if not 0 <= index(seed) < 2**64:
+        raise ValueError(f"seed: expected 0 .. 2**64 - 1, got {seed}")
+    return index(seed)
 
 
 def num_threads() -> int:

@@ -1,7 +1,7 @@
 """The model-free drafter: continuations of earlier occurrences of the last tokens."""
 
 from tlt_ext import _C
-from tlt_ext.common import Array, current_stream
+from tlt_ext.common import Array, current_stream, seed_word
 from tlt_ext.groups import Nodes, Sampling, TokenTable
 
 
@@ -81,7 +81,7 @@ def ngram_propose(
         sampling,
         context_len,
         status,
-        seed,
+        seed_word(seed),
         depth,
         top_k,
         max_ngram,

@@ -7,7 +7,7 @@ in any batch, with or without speculation. Sampling parameters are per request: 
 """
 
 from tlt_ext import _C
-from tlt_ext.common import Array, current_stream
+from tlt_ext.common import Array, current_stream, seed_word
 from tlt_ext.groups import Rows, Sampling, Tree, VerifyOutput
 
 # Of the definition of the noise (`csrc/common/noise.h`). Another version draws other tokens.
@@ -75,7 +75,7 @@ def sample(
         tokens,
         logprobs,
         status,
-        seed,
+        seed_word(seed),
         vocab_size,
         filtered_logprobs,
         current_stream(logits, stream),
@@ -156,7 +156,7 @@ def verify_tree(
         out,
         stop_ids,
         limit,
-        seed,
+        seed_word(seed),
         vocab_size,
         workspace,
         current_stream(logits, stream),
@@ -234,7 +234,7 @@ def verify_rejection(
         out,
         stop_ids,
         limit,
-        seed,
+        seed_word(seed),
         vocab_size,
         deterministic,
         current_stream(logits, stream),

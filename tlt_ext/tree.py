@@ -1,7 +1,7 @@
 """Draft trees: expand a node store level by level, then select the nodes to verify."""
 
 from tlt_ext import _C
-from tlt_ext.common import Array, current_stream
+from tlt_ext.common import Array, current_stream, seed_word
 from tlt_ext.groups import Frontier, Nodes, Sampling, Tree
 
 
@@ -92,7 +92,7 @@ def expand_tree(
         sampling,
         root_position,
         status,
-        seed,
+        seed_word(seed),
         vocab_size,
         slot_base,
         d2t,

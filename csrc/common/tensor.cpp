@@ -149,11 +149,12 @@ const Arg& Arg::dense_last() const {
 }
 
 const Arg& Arg::separate() const {
+  dense_last();
   if (tensor_.numel() > 0 && !has_separate_elements(tensor_)) {
     fail("elements that share no memory",
          "shape " + shape_text(tensor_.shape, tensor_.shape + tensor_.ndim) + " with " + strides());
   }
-  return dense_last();
+  return *this;
 }
 
 std::string Arg::strides() const {

@@ -40,7 +40,7 @@ class TltRollout:
         updates: number of times that the session got new weights.
 
     Example:
-        >>> from driver.adapters.trl import TltRollout                           # doctest: +SKIP
+        >>> from tlt_ext.driver.adapters.trl import TltRollout                   # doctest: +SKIP
         >>> rollout = TltRollout()                                               # doctest: +SKIP
         >>> trainer = GRPOTrainer(model, rewards, rollout_func=rollout, ...)     # doctest: +SKIP
     """

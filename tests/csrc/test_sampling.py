@@ -48,6 +48,12 @@ def many(logits: torch.Tensor, draws: int = MILLION, **options):
     return call(logits.expand(draws, -1), request=torch.arange(draws), **options)
 
 
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_that_is_no_word_is_refused(seed):
+    with pytest.raises(ValueError, match=rf"seed: expected 0 \.\. 2\*\*64 - 1, got {seed}"):
+        call(torch.zeros(1, 7), seed=seed)
+
+
 # ---- against the reference -------------------------------------------------------------------
 
 
