@@ -1,4 +1,4 @@
-"""Partial sums in memory that the GPUs of one host share."""
+"""Arrays in memory that the GPUs of one host share."""
 
 from __future__ import annotations
 
@@ -14,39 +14,42 @@ from torch import Tensor
 import tlt_ext
 from tlt_ext.limits import MAX_FOLD_BLOCKS
 
-BUFFERS = 2
-
 
 @dataclass(frozen=True)
-class SymmetricSums:
-    """Adds the partial sums of all ranks by one kernel, which reads those of the others.
+class SymmetricArrays:
+    """A float32 array of each rank, which the kernels of all ranks read.
 
-    Two instances alternate, so that a rank writes its next sums while others read its last ones.
+    With two instances that alternate a rank writes its next sums while others read its last ones.
     All ranks make the same calls, on one stream each.
 
     Attributes:
         rank: of this process in the group.
-        sums: by rank, [rows, width], float32.
+        arrays: by rank, [rows, width].
         flags: by rank, of `tlt_ext.fold_partials`.
         timeout_s: of a wait for another rank; then the kernel ends with an error.
         memory: of this rank, and its handle.
 
     Example:
-        >>> tlt_ext.linear_rows(x, weight, sums.partial(rows), parts=4)  # doctest: +SKIP
-        >>> sums.fold(rows, out, residual=hidden)                        # doctest: +SKIP
+        >>> tlt_ext.linear_rows(x, weight, sums.own(rows), parts=4)  # doctest: +SKIP
+        >>> sums.fold(rows, out, residual=hidden)                    # doctest: +SKIP
     """
 
     rank: int
-    sums: Sequence[Tensor]
+    arrays: Sequence[Tensor]
     flags: Sequence[Tensor]
     timeout_s: float
     memory: tuple[Tensor, Any]
 
     @staticmethod
     def allocate(
-        group: dist.ProcessGroup, rows: int, width: int, device: torch.device, timeout_s: float
-    ) -> tuple[SymmetricSums, SymmetricSums]:
-        """The two instances that alternate, for up to `rows` rows; a collective call.
+        group: dist.ProcessGroup,
+        rows: int,
+        width: int,
+        device: torch.device,
+        timeout_s: float,
+        count: int = 2,
+    ) -> tuple[SymmetricArrays, ...]:
+        """`count` instances that share flags, for up to `rows` rows; a collective call.
 
         Raises:
             RuntimeError: the processes cannot share memory of their GPUs.
@@ -56,7 +59,7 @@ class SymmetricSums:
         from torch.distributed import _symmetric_memory as symmetric
 
         size, numel = group.size(), rows * width
-        words = BUFFERS * numel + MAX_FOLD_BLOCKS * size
+        words = count * numel + MAX_FOLD_BLOCKS * size
         memory = symmetric.empty(words, dtype=torch.float32, device=device)
         handle: Any = symmetric.rendezvous(memory, group)
         memory.zero_()
@@ -66,26 +69,35 @@ class SymmetricSums:
         def of_all(shape: tuple[int, int], dtype: torch.dtype, at: int) -> list[Tensor]:
             return [handle.get_buffer(r, shape, dtype, at) for r in range(size)]
 
-        flags = of_all((MAX_FOLD_BLOCKS, size), torch.int32, BUFFERS * numel)
-        first, second = (
-            SymmetricSums(
+        flags = of_all((MAX_FOLD_BLOCKS, size), torch.int32, count * numel)
+        return tuple(
+            SymmetricArrays(
                 group.rank(),
                 of_all((rows, width), torch.float32, at * numel),
                 flags,
                 timeout_s,
                 (memory, handle),
             )
-            for at in range(BUFFERS)
+            for at in range(count)
         )
-        return first, second
 
-    def partial(self, rows: int) -> Tensor:
-        """This rank's array [rows, width], to be written before `fold`."""
-        return self.sums[self.rank][:rows]
+    def own(self, rows: int) -> Tensor:
+        """This rank's array [rows, width], to be written before an exchange."""
+        return self.arrays[self.rank][:rows]
+
+    def gather(self, rows: int) -> list[Tensor]:
+        """The arrays of all ranks, to be read by the next kernels.
+
+        A rank may write its array again after the next exchange of another instance.
+        """
+        few = [array[:1, :4] for array in self.arrays]
+        self._fold(few, torch.empty_like(few[self.rank]))  # only its wait matters
+        return [array[:rows] for array in self.arrays]
 
     def fold(self, rows: int, out: Tensor, **addends: Any) -> None:
         """Writes the sum of all ranks plus `bias` and `residual`, rounded once, to `out`."""
-        partials = [sums[:rows] for sums in self.sums]
-        tlt_ext.fold_partials(
-            partials, out, flags=self.flags, rank=self.rank, timeout_s=self.timeout_s, **addends
-        )
+        self._fold([array[:rows] for array in self.arrays], out, **addends)
+
+    def _fold(self, partials: Sequence[Tensor], out: Tensor, **addends: Any) -> None:
+        waits: Any = {"flags": self.flags, "rank": self.rank, "timeout_s": self.timeout_s}
+        tlt_ext.fold_partials(partials, out, **waits, **addends)

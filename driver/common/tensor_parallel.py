@@ -30,23 +30,24 @@ class TensorParallel:
         rank, size: of this rank in its group, and of the group.
         world: all ranks; consecutive ones form a group.
         group: the process group.
-        symmetric: whether GPUs of one host exchange sums through memory that they share.
+        symmetric: whether GPUs of one host exchange data through memory that they share, if they
+            can; otherwise NCCL does.
     """
 
     rank: int = 0
     size: int = 1
     world: World = field(default_factory=World)
     group: dist.ProcessGroup | None = None
-    symmetric: bool = False
+    symmetric: bool = True
 
     @staticmethod
-    def of(world: World, size: int, symmetric: bool = False) -> TensorParallel:
+    def of(world: World, size: int, symmetric: bool = True) -> TensorParallel:
         """The group of this rank; a collective call.
 
         Args:
             world: all ranks.
             size: ranks of a group, `engine.tensor_parallel`.
-            symmetric: see above; not a setting, since it has not run on cards.
+            symmetric: see above.
         """
         check_group(world.size, size)
         if size == 1:

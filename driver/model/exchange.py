@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,35 +14,35 @@ from torch import Tensor
 
 import tlt_ext
 
-from ..common.symmetric import SymmetricSums
+from ..common.symmetric import SymmetricArrays
 from ..common.tensor_parallel import GRACE_S, TensorParallel
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Gathers a float32 array of each rank, on every rank."""
+    """Gathers a float32 array of each rank, on every rank, by NCCL or Gloo."""
 
     parallel: TensorParallel
-    own: Tensor
+    array: Tensor
     every: Tensor
 
     @staticmethod
     def allocate(parallel: TensorParallel, rows: int, width: int, device: torch.device) -> Exchange:
         """Arrays of at most `rows` rows."""
         # Zeros: inert rows and missing columns are sent too.
-        own = torch.zeros(rows, width, dtype=torch.float32, device=device)
-        return Exchange(parallel, own, own.new_zeros(parallel.size * own.numel()))
+        array = torch.zeros(rows, width, dtype=torch.float32, device=device)
+        return Exchange(parallel, array, array.new_zeros(parallel.size * array.numel()))
 
-    def partial(self, rows: int) -> Tensor:
-        """This rank's array [rows, width], to be written before the exchange."""
-        return self.own[:rows]
+    def own(self, rows: int) -> Tensor:
+        """This rank's array [rows, width], to be written before an exchange."""
+        return self.array[:rows]
 
-    def gather(self, rows: int) -> Tensor:
-        """The arrays of all ranks, in their order: [size, rows, width]."""
-        own, size = self.own[:rows], self.parallel.size
+    def gather(self, rows: int) -> list[Tensor]:
+        """The arrays of all ranks, in their order."""
+        own, size = self.array[:rows], self.parallel.size
         every = self.every[: size * own.numel()].view(size, *own.shape)
         self.parallel.all_gather(own, every)
-        return every
+        return list(every)
 
     def fold(self, rows: int, out: Tensor, **addends: Any) -> None:
         """Writes the sum of all ranks' partial sums, plus bias and residual, rounded once.
@@ -50,7 +51,7 @@ class Exchange:
             out: [rows, width].
             addends: `bias`, `residual` of `tlt_ext.fold_partials`.
         """
-        tlt_ext.fold_partials(list(self.gather(rows)), out, **addends)
+        tlt_ext.fold_partials(self.gather(rows), out, **addends)
 
 
 def agree(group: dist.ProcessGroup, value: Any) -> bool:
@@ -60,19 +61,22 @@ def agree(group: dist.ProcessGroup, value: Any) -> bool:
     return all(other == value for other in values)
 
 
-def shared_sums(
-    parallel: TensorParallel, rows: int, width: int, device: torch.device
-) -> tuple[Exchange, Exchange] | tuple[SymmetricSums, SymmetricSums]:
-    """Two places for partial sums [rows, width], which alternate."""
+def shared_arrays(
+    parallel: TensorParallel, rows: int, width: int, device: torch.device, count: int = 1
+) -> Sequence[Exchange | SymmetricArrays]:
+    """Arrays [rows, width] of each rank; a collective call.
+
+    Args:
+        count: of instances; partial sums need two, which alternate.
+    """
     group = parallel.group if parallel.symmetric and device.type == "cuda" else None
     if group is not None and agree(group, socket.gethostname()):
         timeout_s, shared = parallel.world.timeout_s + GRACE_S, None
         try:
-            shared = SymmetricSums.allocate(group, rows, width, device, timeout_s)
+            shared = SymmetricArrays.allocate(group, rows, width, device, timeout_s, count)
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
-            warnings.warn(f"cards share no memory, so NCCL exchanges sums: {why}", stacklevel=2)
+            warnings.warn(f"GPUs share no memory, so NCCL exchanges sums: {why}", stacklevel=2)
         if agree(group, shared is not None) and shared is not None:
             return shared
-    sums = Exchange.allocate(parallel, rows, width, device)
-    return sums, sums
+    return [Exchange.allocate(parallel, rows, width, device)] * count

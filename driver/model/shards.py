@@ -8,6 +8,7 @@ one rank's sum.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,12 +29,11 @@ class Shard:
 
     Attributes:
         spec: its shape; queries have a place for each head that the rank computes.
-        places: int64, the places of the heads that the rank owns; None = all of them.
-        chosen: tensor of a layer -> (axis, indices of the whole tensor that the rank holds).
+        chosen: tensor of a layer -> (axis, indices of the whole tensor that the rank holds; -1:
+            zeros instead).
     """
 
     spec: ModelSpec
-    places: Tensor | None = None
     chosen: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
 
     @staticmethod
@@ -41,9 +41,8 @@ class Shard:
         """The part of a rank of a group.
 
         Attention needs the same number of query heads for each key-value head. So each key-value
-        head that an owned query head reads is repeated on the rank, and where it has fewer owned
-        query heads than another one, its last query head is computed again. A rank without heads
-        computes one whose result is not used.
+        head that an owned query head reads is repeated on the rank. A place without an owned query
+        head computes another one, whose columns of `o` are zeros.
 
         Raises:
             UserError: a head would be divided between two ranks.
@@ -55,11 +54,12 @@ class Shard:
         readers: dict[int, list[int]] = {}  # key-value head -> owned query heads
         for head in heads:
             readers.setdefault(head // group, []).append(head)
-        readers = readers or {0: [0]}
-        width = max(map(len, readers.values()))
-        padded = [own + own[-1:] * (width - len(own)) for own in readers.values()]
-        slots = [head for own in padded for head in own]
-        places = [i for i, head in enumerate(slots) if slots.index(head) == i] if heads else []
+        readers = readers or {0: []}
+        places = _places(list(readers.values()), spec.head_dim, PARTS // size)
+        firsts = [kv * group for kv in readers for _ in range(len(places) // len(readers))]
+        slots = [f if head is None else head for head, f in zip(places, firsts, strict=True)]
+        columns = _of_heads(slots, spec.head_dim).view(-1, spec.head_dim)
+        columns[[head is None for head in places]] = -1
         inner = owned_columns(spec.intermediate_size, rank, size)
         rows = _of_heads(slots, spec.head_dim), *[_of_heads(list(readers), spec.head_dim)] * 2
         chosen = {
@@ -68,7 +68,7 @@ class Shard:
             for kind in ("weight", "bias")
         }
         chosen |= {f"{name}.weight": (0, inner) for name in GATE_UP}
-        chosen[f"{OUTPUT}.weight"] = (1, _of_heads(heads, spec.head_dim))
+        chosen[f"{OUTPUT}.weight"] = (1, columns.flatten())
         chosen[f"{DOWN}.weight"] = (1, inner)
         own = replace(
             spec,
@@ -76,18 +76,7 @@ class Shard:
             num_kv_heads=len(readers),
             intermediate_size=len(inner),
         )
-        whole = len(places) == len(slots)
-        return Shard(
-            own, None if whole else torch.tensor(places, dtype=torch.int64, device=HOST), chosen
-        )
-
-    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of a layer as the rank holds them."""
-        shapes = self.spec.layer_shapes()
-        output = f"{OUTPUT}.weight"
-        if self.places is not None:
-            shapes[output] = (shapes[output][0], len(self.places) * self.spec.head_dim)
-        return shapes
+        return Shard(own, chosen)
 
 
 def owned_columns(count: int, rank: int, size: int) -> Tensor:
@@ -110,6 +99,28 @@ def _owned_heads(spec: ModelSpec, rank: int, size: int) -> list[int]:
             f" which are added up in blocks of {BLOCK}; use a smaller one"
         )
     return torch.nonzero(owners[:, 0] == rank).flatten().tolist()
+
+
+def _places(readers: list[list[int]], head_dim: int, parts: int) -> list[int | None]:
+    """The query head of each place, equally many for each key-value head; None: no owned one.
+
+    The columns of a head stay in their part of K: its place and its number are equal modulo the
+    heads of `parts` blocks.
+    """
+    columns = parts * BLOCK
+    cycle = columns // math.gcd(columns, head_dim)
+    width = max(1, *map(len, readers))
+    while True:
+        found: list[int | None] = []
+        for number, own in enumerate(readers, 1):
+            for head in own:
+                found += [None] * ((head - len(found)) % cycle) + [head]
+            if len(found) > number * width:
+                break
+            found += [None] * (number * width - len(found))
+        else:
+            return found
+        width += 1
 
 
 def _of_heads(heads: list[int], head_dim: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 import tlt_ext
 
 from ..common.tensor_parallel import TensorParallel
-from .exchange import Exchange, shared_sums
+from .exchange import shared_arrays
 from .kv_cache import KvCache
 from .shards import PARTS, Shard, head_rows
 from .spec import ModelSpec, no_rope_table, rope_table
@@ -199,8 +199,6 @@ class TargetModel(TargetWeights):
             workspace=self.workspace.for_attention(q, k_cache, rows.block_table),
             pdl=True,
         )
-        if self._places is not None:
-            attended = attended.index_select(1, self._places)
         joined = attended.flatten(1)
         self._add_up(0, joined, layer.output, out, bias=layer.output_bias, residual=hidden)
         eps = self.spec.rms_norm_eps
@@ -214,7 +212,7 @@ class TargetModel(TargetWeights):
             return tlt_ext.linear_rows(x, weight, out, **addends, pdl=True)
         parts = PARTS // self.parallel.size
         sums = self._sums[turn]
-        tlt_ext.linear_rows(x, weight, sums.partial(len(x)), parts=parts, pdl=True)
+        tlt_ext.linear_rows(x, weight, sums.own(len(x)), parts=parts, pdl=True)
         sums.fold(len(x), out, **addends)
 
     # With few rows and few weights launches dominate, and one op replaces two or three, with the
@@ -281,10 +279,9 @@ class TargetModel(TargetWeights):
         if self._columns is None:
             tlt_ext.linear_rows(**read, weight=head, out=logits, pdl=True)
             return logits
-        part = self._columns.partial(count)[:, : len(head)]
+        part = self._columns.own(count)[:, : len(head)]
         tlt_ext.linear_rows(**read, weight=head, out=part, pdl=True)
-        by_rank = logits.view(count, self.parallel.size, -1).transpose(0, 1)
-        by_rank.copy_(self._columns.gather(count))
+        torch.cat(self._columns.gather(count), 1, out=logits)
         return logits[:, : self.spec.vocab_size]
 
     def _feature(self, count: int, place: int) -> Tensor:
@@ -303,12 +300,12 @@ class TargetModel(TargetWeights):
         self._q, self._attended = (rows(spec.num_heads, spec.head_dim) for _ in range(2))
         self._gated = rows(spec.intermediate_size)
         self._features = rows(self.feature_size)
-        self._places = None if self.shard.places is None else self.shard.places.to(self.device)
         size, columns = self.parallel.size, head_rows(spec.vocab_size, self.parallel.size)
         self._head_rows = self.head[self.parallel.rank * columns :][:columns]
         shape = self.max_logits, size * columns
         self._logits = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self._sums = self._columns = None
         if size > 1:
-            self._sums = shared_sums(self.parallel, self.max_rows, spec.hidden_size, self.device)
-            self._columns = Exchange.allocate(self.parallel, self.max_logits, columns, self.device)
+            width = spec.hidden_size
+            self._sums = shared_arrays(self.parallel, self.max_rows, width, self.device, count=2)
+            (self._columns,) = shared_arrays(self.parallel, self.max_logits, columns, self.device)

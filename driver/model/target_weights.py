@@ -97,7 +97,8 @@ class TargetWeights:
         if name not in self._indices:
             return weight
         axis, index = self._indices[name]
-        return weight.index_select(axis, index.to(weight.device))
+        part = weight.index_select(axis, index.clamp(min=0).to(weight.device))
+        return part.index_fill_(axis, torch.nonzero(index < 0).flatten().to(weight.device), 0)
 
     def _check(self, weights: Mapping[str, Tensor]) -> None:
         check_shapes(self.spec, {name: w.shape for name, w in weights.items()}, "weights")
@@ -115,7 +116,7 @@ class TargetWeights:
             raise UserError(f"weights: {name} is {weight.dtype}; expected floats")
 
     def _allocate_layer(self, prefix: str) -> DecoderLayer:
-        shapes = self.shard.layer_shapes()
+        shapes = self.shard.spec.layer_shapes()
         self._indices |= {prefix + name: part for name, part in self.shard.chosen.items()}
 
         def weight(name: str) -> Tensor:

@@ -67,7 +67,7 @@ def share(shape: str, tokens: int) -> dict[str, Any]:
     """The comparison of a shape on two ranks with one."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "profiling.rig.tensor_parallel", "device=cuda", f"shape={shape}"]
-    command += [f"tokens={tokens}", "exchange=symmetric"]
+    command += [f"tokens={tokens}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import tlt_ext
-from driver.common.symmetric import SymmetricSums
+from driver.common.symmetric import SymmetricArrays
 
 WIDTH, ROWS = 3584, (1, 16, 64, 512)
 CALLS, REPLAYS = 64, 20
@@ -48,7 +48,7 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
-    shared = SymmetricSums.allocate(group, max(ROWS), WIDTH, device, timeout_s=20.0)
+    shared = SymmetricArrays.allocate(group, max(ROWS), WIDTH, device, timeout_s=20.0)
     own = torch.randn(max(ROWS), WIDTH, device=device)
     for rows in ROWS:
         out = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device=device)
@@ -60,7 +60,7 @@ def main() -> None:
         def with_barrier(turn: int, rows: int = rows, out: torch.Tensor = out) -> None:
             sums = shared[turn % 2]
             sums.memory[1].barrier()
-            tlt_ext.fold_partials([s[:rows] for s in sums.sums], out, residual=out)
+            tlt_ext.fold_partials([s[:rows] for s in sums.arrays], out, residual=out)
 
         def with_nccl(
             turn: int, rows: int = rows, out: torch.Tensor = out, every: torch.Tensor = every

@@ -5,7 +5,7 @@
 `tokens` is the least number of tokens to compare, in whole rounds of a rollout a strategy. The last
 line of the first rank is JSON: the share of equal tokens, and for each batch the microseconds of a
 pass on one rank and on all, of an exchange, and of one by an all-gather. Weights are random.
-`exchange=symmetric` exchanges sums through memory that the GPUs share.
+`exchange=gather` exchanges by NCCL although the GPUs share memory.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def measure(subject: Subject, parallel: TensorParallel, tokens: int) -> dict[str
 def main() -> None:
     options = dict(word.split("=", 1) for word in sys.argv[1:])
     world = World.join(options["device"], TIMEOUT_S)
-    parallel = TensorParallel.of(world, world.size, options.get("exchange") == "symmetric")
+    parallel = TensorParallel.of(world, world.size, options.get("exchange") != "gather")
     torch.set_grad_enabled(False)
     subject = of_shape(options["shape"], [], SHAPES[options["shape"]], world.device)
     found = measure(subject, parallel, int(options["tokens"]))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import tlt_ext
-from driver.common.symmetric import SymmetricSums
+from driver.common.symmetric import SymmetricArrays
 from tests import kit, reference
 
 pytestmark = [
@@ -18,12 +18,12 @@ pytestmark = [
 ROWS, WIDTH, RANKS = (1, 16, 40, 300), 576, 2
 
 
-def start(rank: int, file: str, timeout_s: float) -> tuple[SymmetricSums, SymmetricSums]:
+def start(rank: int, file: str, timeout_s: float) -> tuple[SymmetricArrays, ...]:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", f"file://{file}", rank=rank, world_size=RANKS, device_id=device)
     assert dist.group.WORLD is not None
-    return SymmetricSums.allocate(dist.group.WORLD, max(ROWS), WIDTH, device, timeout_s)
+    return SymmetricArrays.allocate(dist.group.WORLD, max(ROWS), WIDTH, device, timeout_s)
 
 
 def add_in_turns(rank: int, file: str) -> None:
@@ -38,25 +38,30 @@ def add_in_turns(rank: int, file: str) -> None:
         for rows in ROWS:
             x, residual = (kit.randn(rows, WIDTH, seed=s, dtype=dtype).cuda() for s in (8, 9))
             out, whole = torch.empty_like(x), torch.empty_like(x)
+            both = torch.empty(rows, RANKS * WIDTH, device="cuda")
 
-            def chain(x=x, rows=rows, residual=residual, out=out, shards=shards):
+            def chain(x=x, rows=rows, residual=residual, out=out, shards=shards, both=both):
                 read = x
                 for layer, shard in enumerate(shards):
                     if layer % 3 == rank:
                         torch.cuda._sleep(20_000)  # the other one waits
-                    part = sums[layer % 2].partial(rows)
+                    part = sums[layer % 2].own(rows)
                     own = read[:, columns].contiguous()
                     tlt_ext.linear_rows(own, shard, part, parts=8 // RANKS, pdl=True)
                     sums[layer % 2].fold(rows, out, residual=residual)
                     read = out
+                sums[1].own(rows).copy_(residual).mul_(rank + 1)
+                torch.cat(sums[1].gather(rows), 1, out=both)
 
-            def check(x=x, out=out, whole=whole, residual=residual, weights=weights):
+            def check(x=x, out=out, whole=whole, residual=residual, weights=weights, both=both):
                 read = x
                 for weight in weights:
                     after = torch.empty_like(whole)
                     tlt_ext.linear_rows(read, weight, after, residual=residual)
                     read = after
                 assert torch.equal(out, read), x.shape
+                wanted = residual.float()
+                assert torch.equal(both, torch.cat([wanted, 2 * wanted], 1)), x.shape
 
             chain()
             check()
@@ -66,6 +71,7 @@ def add_in_turns(rank: int, file: str) -> None:
             for turn in range(100):
                 x.copy_(kit.randn(rows, WIDTH, seed=turn, dtype=dtype))
                 out.fill_(float("nan"))
+                both.fill_(float("nan"))
                 graph.replay()
                 check()
     dist.barrier()

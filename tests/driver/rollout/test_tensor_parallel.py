@@ -54,7 +54,7 @@ def rank() -> None:
     """One rank: compares its group with one rank that has the whole model."""
     device, *words = sys.argv[1:]
     world = World.join(device, 60)
-    parallel = TensorParallel.of(world, world.size, "symmetric" in words)
+    parallel = TensorParallel.of(world, world.size, "gather" not in words)
     for model in [word for word in words if word in MODELS]:
         own = [word for word in words if "=" in word]
         compare(MODELS[model](), parallel, f"run.device={world.device}", *own)
@@ -150,6 +150,7 @@ def spec(heads=10, kv_heads=2, head_dim=64, inner=600):
     [
         (10, 2, 64, 4),
         (9, 3, 64, 2),
+        (28, 4, 128, 2),
         (28, 4, 128, 4),
         (64, 8, 128, 2),
         (64, 8, 64, 8),
@@ -157,21 +158,25 @@ def spec(heads=10, kv_heads=2, head_dim=64, inner=600):
     ],
 )
 def test_each_head_and_column_has_one_owner(heads, kv_heads, head_dim, size):
-    """The kept places are the columns that a rank adds up; each reads its own key-value head."""
+    """Owned columns stay in their part of K; each place reads its own key-value head."""
     whole, seen = spec(heads, kv_heads, head_dim), []
     for rank in range(size):
         part = Shard.of(whole, rank, size)
         rows, columns = (part.chosen[f"self_attn.{n}_proj.weight"][1] for n in "qo")
-        assert torch.equal(columns, owned_columns(whole.q_dim, rank, size))
-        places = torch.arange(part.spec.num_heads) if part.places is None else part.places
+        owned = columns >= 0
+        assert torch.equal(columns[owned], owned_columns(whole.q_dim, rank, size))
+        assert torch.equal(rows[owned], columns[owned])
+        own_parts = 8 // size
+        local = torch.arange(len(columns))[owned]
+        assert torch.equal(local % 64, columns[owned] % 64)
+        assert torch.equal(local // 64 % own_parts + rank * own_parts, columns[owned] // 64 % 8)
         by_place = rows.view(-1, head_dim)
-        assert torch.equal(by_place[places].flatten(), columns)
         group = part.spec.num_heads // part.spec.num_kv_heads
         read = part.chosen["self_attn.k_proj.weight"][1].view(-1, head_dim)[:, 0] // head_dim
         for place in range(part.spec.num_heads):
             head = int(by_place[place, 0]) // head_dim
             assert head // (heads // kv_heads) == read[place // group]
-        seen += [columns, part.chosen["mlp.down_proj.weight"][1] + whole.q_dim]
+        seen += [columns[owned], part.chosen["mlp.down_proj.weight"][1] + whole.q_dim]
     assert torch.equal(torch.cat(seen).sort().values, torch.arange(whole.q_dim + 600))
 
 
