@@ -24,7 +24,7 @@ def setting(
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
-    words: Sequence[str] | None = None,
+    words: Sequence[str | int] | None = None,
 ) -> Any:
     """Declares a dataclass field with its meaning and its limits.
 
@@ -32,7 +32,7 @@ def setting(
         default: the value; a list is copied for each instance.
         meaning: what the field does, in one line, with its unit; `--help` prints it.
         low, above, high: `value >= low`, `value > above`, `value <= high`; of each list item too.
-        words: the allowed words of a string field.
+        words: the allowed values.
     """
     metadata = {"meaning": meaning, "low": low, "above": above, "high": high, "words": words}
     if isinstance(default, list):
@@ -147,9 +147,10 @@ _KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
 def _check_limits(key: str, value: Any, limits: Mapping[str, Any]) -> None:
     words = limits.get("words")
     if words is not None and value not in words:
-        near = difflib.get_close_matches(value, words, n=1)
+        allowed = list(map(str, words))
+        near = difflib.get_close_matches(str(value), allowed, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{key}: must be one of {', '.join(words)}, got {value!r}{hint}")
+        raise UserError(f"{key}: must be one of {', '.join(allowed)}, got {value!r}{hint}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{key}: must be a finite number, got {value}")
     low, above, high = limits.get("low"), limits.get("above"), limits.get("high")

@@ -68,7 +68,7 @@ def _fields(defaults: Section, preset: Section | None = None) -> str:
 
 def _limits(limits: Any) -> str:
     if limits["words"]:
-        return f" (one of {', '.join(limits['words'])})"
+        return f" (one of {', '.join(map(str, limits['words']))})"
     low, above, high = limits["low"], limits["above"], limits["high"]
     bounds = [f"at least {low}"] * bool(low) + [f"more than {above}"] * (above is not None)
     bounds += [f"at most {high}"] * (high is not None)

@@ -237,8 +237,7 @@ class EngineConfig(Section, prefix="engine."):
         1,
         "ranks that share the engine's weights, 1, 2, 4 or 8: consecutive ones of torchrun; the"
         " tokens are those of one rank",
-        low=1,
-        high=8,
+        words=GROUP_SIZES,
     )
     page_size: int = setting(16, "tokens of a KV page", low=1, high=1024)
     num_pages: int = setting(0, "pages of the KV cache; 0: enough for engine.max_batch", low=0)
@@ -275,10 +274,6 @@ class EngineConfig(Section, prefix="engine."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tensor_parallel not in GROUP_SIZES:
-            raise UserError(
-                f"engine.tensor_parallel: must be 1, 2, 4 or 8, got {self.tensor_parallel}"
-            )
         try:
             parsed = parse_strategies(self.strategies)
         except UserError as error:

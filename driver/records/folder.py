@@ -58,8 +58,8 @@ class RunFolder:
     The folder contains `metrics.jsonl` (one object for each step), the same values under
     `tensorboard/`, `rollouts.jsonl`, `samples.jsonl` and `samples.txt`, `config.yaml`,
     `summary.json`, `trace.json`, `checkpoints/step-NNNNNN/` and `plots/`. A run with a KL term and
-    a warm-up also has `reference/`. Methods that write raise a UserError if the disk is full or
-    unwritable.
+    a warm-up also has `reference/`, a resumed one `trace-<step>.json` of the process before.
+    Methods that write raise a UserError if the disk is full or unwritable.
 
     Args:
         config: sets the path (`run.root`, `run.name`) and whether to resume.
@@ -90,6 +90,8 @@ class RunFolder:
         self.resumed = run_checkpoint.latest_checkpoint(self.checkpoints)
         done = self.resumed.step if self.resumed else -1
         write_text(self.path / "config.yaml", to_yaml(config))
+        if (trace := self.path / "trace.json").exists():  # of the process that ended there
+            trace.rename(self.path / f"trace-{max(0, done)}.json")
         metrics, _, samples = (_set_back(self.path / name, done) for name in LOGS)
         write_text(self.path / "samples.txt", "".join(map(_sample_text, samples)))
         # TensorBoard purges by file name, so the kept records are written again instead.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import time
-import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,31 +75,6 @@ class Timeline:
         length = max(event.begin_s + event.length_s for event in events) - begin
         self._take(step, [Event("train", f"{STEP} {step}", begin, length, {STEP: step}), *events])
 
-    def resume(self, path: Path, last_step: int) -> None:
-        """Loads events up to a step of an earlier process; new ones follow those of all ranks."""
-        try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            events = [
-                (event["pid"], _read(event)) for event in saved["traceEvents"] if event["ph"] == "X"
-            ]
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, LookupError, TypeError):
-            warnings.warn(f"{path}: cannot be read; the timeline starts empty", stacklevel=2)
-            return
-        mine: dict[int, list[Event]] = defaultdict(list)
-        step, end = last_step + 1, 0.0
-        for rank, event in events:  # rank by rank; the event of a step precedes the step's events
-            step = event.args[STEP] if event.name.startswith(f"{STEP} ") else step
-            if step <= last_step:
-                end = max(end, event.begin_s + event.length_s)
-                if rank == self.rank:
-                    mine[step].append(event)
-        self.every = saved["otherData"]["every"]
-        for step, chunk in mine.items():
-            self._take(step, chunk)
-        self.started -= end  # on every rank the clock continues from the earlier end
-
     def text(self) -> str:
         """This rank's part of the file: its events, and the names of its tracks."""
         names = [self._name("process_name", 0, f"rank {self.rank}")]
@@ -144,8 +117,3 @@ class Timeline:
             self.every *= 2
             self._steps = [kept for kept in self._steps if kept[0] % self.every == 0]
             self._size = sum(len(text) for _, text in self._steps)
-
-
-def _read(event: dict[str, Any]) -> Event:
-    begin, length = event["ts"] / 1e6, event["dur"] / 1e6
-    return Event(event["cat"], event["name"], begin, length, event.get("args", {}))

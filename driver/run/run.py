@@ -37,7 +37,6 @@ MOST_BAD_UPDATES = 3
 MOSTLY = 0.9  # share of the responses
 MUST_BE_FINITE = ("actor/pg_loss", "actor/grad_norm")
 
-TIMELINE = "trace.json"
 SAMPLES = 4  # responses of a step that are kept to read
 
 
@@ -252,7 +251,7 @@ class Run:
                 self.writer.save(functools.partial(self._write, *fixed), self._saved())
                 self.saved_step = self.step
             if self.folder is not None:
-                self.phases.timeline.write(self.folder.path / TIMELINE, timelines[1:])
+                self.phases.timeline.write(self.folder.path / "trace.json", timelines[1:])
                 if self.collector.ranks.states:
                     self.folder.write_ranks(self.collector.ranks.states)
 
@@ -332,7 +331,6 @@ class Run:
 
     def restore(self, saved: Checkpoint) -> None:
         self.step = self.saved_step = saved.step
-        self.phases.timeline.resume(saved.path.parents[1] / TIMELINE, self.step)
         saved.restore("trainer", self.trainer.load_state_dict)
         parts = self.trainer.weights.placed(self.trainer.tensors())
         saved.restore_parts(parts, self.world.background)

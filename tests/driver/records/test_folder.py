@@ -208,6 +208,7 @@ def test_resume_cuts_the_logs_back_to_the_checkpoint(tmp_path):
     words = ["run.name=a"]
     folder = RunFolder(config(tmp_path, *words))
     assert folder.resumed is None
+    (folder.path / "trace.json").write_text("{}")
     for step in range(5):
         folder.log_step(step, {"x": float(step)})
         folder.log_samples(step, [SAMPLE])
@@ -218,6 +219,8 @@ def test_resume_cuts_the_logs_back_to_the_checkpoint(tmp_path):
     folder.close()
     again = RunFolder(config(tmp_path, *words, "run.resume=true", "run.steps=99"))
     assert again.resumed.step == 2
+    assert (again.path / "trace-2.json").read_text() == "{}"
+    assert not (again.path / "trace.json").exists()
     assert [r["step"] for r in read_jsonl(again.path / "metrics.jsonl")] == [0, 1, 2]
     assert [r["step"] for r in read_jsonl(again.path / "samples.jsonl")] == [0, 1, 2]
     assert (again.path / "samples.txt").read_text(encoding="utf-8").count("=== step") == 3

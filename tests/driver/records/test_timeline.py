@@ -81,7 +81,7 @@ def test_a_step_of_very_many_names_is_thinned_too(tmp_path):
     assert (tmp_path / "trace.json").stat().st_size <= 100_000
 
 
-def test_ranks_share_a_file_and_take_up_their_own_again(tmp_path):
+def test_ranks_share_a_file(tmp_path):
     path = tmp_path / "trace.json"
     ranks = [Timeline(rank, 2, max_bytes=80_000) for rank in (0, 1)]
     for timeline in ranks:
@@ -92,59 +92,23 @@ def test_ranks_share_a_file_and_take_up_their_own_again(tmp_path):
     assert {event["pid"] for event in events} == {0, 1}
     names = [e["args"]["name"] for e in whole["traceEvents"] if e["name"] == "process_name"]
     assert names == ["rank 0", "rank 1"]
-    again = Timeline(1, 2)
-    again.resume(path, last_step=200)
-    assert again.text().count('"name":"step ') == sum(
-        event["name"].startswith("step ") and event["pid"] == 1 for event in events
-    )
 
 
-def test_a_resumed_run_goes_on_after_the_checkpoint(tmp_path):
-    path = tmp_path / "trace.json"
-    first = Timeline()
-    fill(first, range(1, 6))
-    first.write(path)
-    second = Timeline()
-    second.resume(path, last_step=3)
-    begin = time.perf_counter()
-    second.add("train", "gen", begin, begin + 1)
-    second.end_step(4)
-    second.write(path)
-    _, events = read(path)
-    assert step_numbers(events) == [1, 2, 3, 4]
-    before = max(event["ts"] + event["dur"] for event in events[:-2])
-    assert events[-1]["ts"] >= before == 4e6
-
-
-def test_ranks_are_aligned_by_the_wall_clock_and_stay_so(tmp_path, monkeypatch):
+def test_ranks_are_aligned_by_the_wall_clock(tmp_path, monkeypatch):
     """Both clocks of rank 1 begin elsewhere; what happens to both at once is shown at once."""
-    path = tmp_path / "trace.json"
-    for at, step in ((1000.0, 1), (2000.0, 2)):  # the second run resumes the first
-        ranks = []
-        for rank, late in ((0, 0.0), (1, 7.0)):
-            monkeypatch.setattr(time, "time", lambda wall=at + late: wall)
-            monkeypatch.setattr(time, "perf_counter", lambda own=30.0 * rank: own)
-            ranks.append(Timeline(rank, 2))
-            ranks[rank].align(ranks[0].started_unix_s)
-            if step > 1:
-                ranks[rank].resume(path, last_step=1)
-        for timeline, own in zip(ranks, (20.0, 43.0), strict=True):  # both at the wall's at + 20
-            timeline.add("train", "gather", own, own + 2 + timeline.rank)
-            timeline.end_step(step)
-        ranks[0].write(path, [ranks[1].text()])
-    _, events = read(path)
+    ranks = []
+    for rank, late in ((0, 0.0), (1, 7.0)):
+        monkeypatch.setattr(time, "time", lambda wall=1000.0 + late: wall)
+        monkeypatch.setattr(time, "perf_counter", lambda own=30.0 * rank: own)
+        ranks.append(Timeline(rank, 2))
+        ranks[rank].align(ranks[0].started_unix_s)
+    for timeline, own in zip(ranks, (20.0, 43.0), strict=True):  # both at 1020 by the wall
+        timeline.add("train", "gather", own, own + 2)
+        timeline.end_step(1)
+    ranks[0].write(tmp_path / "trace.json", [ranks[1].text()])
+    _, events = read(tmp_path / "trace.json")
     gathers = [(e["pid"], e["ts"] / 1e6) for e in events if e["name"] == "gather"]
-    assert gathers == [(0, 20), (0, 43), (1, 20), (1, 43)]  # rank 1's end, 23, and 20 more
-
-
-def test_a_damaged_timeline_is_started_anew_with_a_warning(tmp_path):
-    (tmp_path / "trace.json").write_text('{"traceEvents": [')
-    timeline = Timeline()
-    with pytest.warns(UserWarning, match="trace.json: cannot be read; the timeline starts empty"):
-        timeline.resume(tmp_path / "trace.json", 3)
-    timeline.resume(tmp_path / "absent.json", 3)
-    timeline.write(tmp_path / "trace.json")
-    assert read(tmp_path / "trace.json")[1] == []
+    assert gathers == [(0, 20), (1, 20)]
 
 
 class Ranges:
