@@ -59,14 +59,7 @@ class Measurement:
 
 
 class _Bench:
-    """The policy of the checkpoint in the engine, to measure drafters.
-
-    Args:
-        options: of the command.
-        config: of the run, with one strategy.
-        checkpoint: folder with the policy.
-        drafters: weights of the checkpoint's drafter and of the exported one.
-    """
+    """The policy of the checkpoint in the engine, to measure its drafter and the exported one."""
 
     def __init__(
         self,
@@ -89,10 +82,7 @@ class _Bench:
             longest_request(self.config, self.spec, prompt_len),
         )
 
-    def measure(self) -> list[Measurement]:
-        return [self._measure(*each, seen=each is self.tasks[0]) for each in self.tasks]
-
-    def _measure(self, task: Task, encode: PromptEncoder, seen: bool) -> Measurement:
+    def measure(self, task: Task, encode: PromptEncoder, seen: bool) -> Measurement:
         params = SamplingParams(
             temperature=self.config.sampling.temperature,
             max_new_tokens=self.config.sampling.max_new_tokens,
@@ -211,7 +201,8 @@ def main(argv: Sequence[str]) -> None:
     state, target = saved["drafter"], read_json(checkpoint / CONFIG)
     config = config_of_state(state, spec, target, getattr(torch, run.model.dtype))
     write_drafter(out, state, config)
-    rows = _Bench(options, run, checkpoint, (state, read_drafter(out, spec))).measure()
+    bench = _Bench(options, run, checkpoint, (state, read_drafter(out, spec)))
+    rows = [bench.measure(*each, seen=each is bench.tasks[0]) for each in bench.tasks]
     of = checkpoint.parent if (checkpoint / "config.yaml").exists() else checkpoint.parent.parent
     text = card(config, of.name, saved["version"], rows)
     with storage_errors(out):

@@ -31,14 +31,7 @@ from .run.summary import summary_lines, write_plots, write_summary
 
 
 def train(config: Config, progress: Progress) -> Run:
-    """Trains until the last step.
-
-    Args:
-        config: of the run.
-        progress: shows the steps.
-
-    Returns:
-        The finished run; its files are in `run.folder.path`.
+    """Trains until the last step; returns the finished run, whose files are in `run.folder.path`.
 
     Raises:
         UserError: bad input, or a run folder that cannot be written.

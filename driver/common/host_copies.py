@@ -18,13 +18,6 @@ class HostCopies:
     """Host buffers for the tensors of a state, reused by each copy; pinned for tensors of a GPU.
 
     Tensors that share memory, such as tied weights, are copied once.
-
-    Example:
-        >>> live = {"w": torch.ones(2), "steps": 3}
-        >>> copy, wait = HostCopies().take(live)
-        >>> wait()
-        >>> live["w"].zero_(), copy
-        (tensor([0., 0.]), {'w': tensor([1., 1.]), 'steps': 3})
     """
 
     def __init__(self) -> None:
@@ -82,13 +75,7 @@ class HostCopies:
 
 
 def held_bytes(*things: Any) -> int:
-    """Bytes of the tensors that objects hold, each storage once.
-
-    Example:
-        >>> x = torch.zeros(8)
-        >>> held_bytes(x, [x[:4]])
-        32
-    """
+    """Bytes of the tensors that objects hold, each storage once."""
     storages: dict[int, int] = {}
     todo = list(things)
     while todo:

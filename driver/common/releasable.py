@@ -17,14 +17,6 @@ class ReleasableMemory:
     once, and physical memory is mapped there (CUDA virtual memory management). torch does not count
     this memory. Where the driver or its Python bindings are missing, it is ordinary memory, which
     is not released, and a warning says so. On the CPU, which has no graphs, storages are resized.
-
-    Example:
-        >>> memory = ReleasableMemory(torch.device("cpu"))
-        >>> x = memory.zeros(2, 3, dtype=torch.float32)
-        >>> memory.release(), memory.restore()
-        (None, None)
-        >>> float(x.sum())
-        0.0
     """
 
     def __init__(self, device: torch.device) -> None:

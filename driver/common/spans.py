@@ -29,11 +29,6 @@ class Spans:
     Args:
         part: for example "rollout".
         sink: gets begin and end of each, by `time.perf_counter`; None: NVTX only.
-
-    Example:
-        >>> spans = Spans("rollout")
-        >>> with spans("verify", rows=64):
-        ...     pass
     """
 
     def __init__(self, part: str, sink: Sink | None = None) -> None:

@@ -27,12 +27,6 @@ class StopRequest:
 
     A rollout is stopped between two bursts of passes (`check`). An update in progress is finished
     first, so that the saved policy is that of a whole step.
-
-    Example:
-        >>> with StopRequest() as stop:
-        ...     signal.raise_signal(signal.SIGTERM)
-        >>> stop.name
-        'SIGTERM'
     """
 
     def __init__(self) -> None:

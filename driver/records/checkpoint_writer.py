@@ -25,13 +25,6 @@ class CheckpointWriter:
 
     Args:
         threaded: whether to use a thread. False: `save` writes the state directly, without a copy.
-
-    Example:
-        >>> writer, written = CheckpointWriter(threaded=True), []
-        >>> writer.save(written.append, {"step": 3})
-        >>> writer.collect()
-        >>> written
-        [{'step': 3}]
     """
 
     def __init__(self, threaded: bool) -> None:
@@ -66,7 +59,7 @@ class CheckpointWriter:
             state: tensors, numbers, strings, None, and lists and dicts of these.
 
         Raises:
-            UserError: this checkpoint or the previous one could not be written.
+            UserError: this write or the one before failed.
         """
         self.collect()
         if not self._can_copy(state):

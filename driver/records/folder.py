@@ -169,9 +169,6 @@ class RunFolder:
 
         Args:
             fingerprints: setting -> hash of the contents that it names, stored in `inputs.json`.
-
-        Raises:
-            UserError: the contents have changed.
         """
         path = self.path / "inputs.json"
         if not path.exists():  # a new run, or one of an earlier version
@@ -224,10 +221,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         UserError: a line in the middle is not a JSON object.
-
-    Example:
-        >>> read_jsonl(Path("/nowhere"))
-        []
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")

@@ -32,11 +32,6 @@ class CalculatorTask(Task):
 
     Args:
         difficulty: the numbers have up to `difficulty` digits.
-
-    Example:
-        >>> task = CalculatorTask()
-        >>> task.respond(Prompt("0", "12*7+5=", "89"), 0, "<12*7>")
-        '84'
     """
 
     name = "calculator"

@@ -23,12 +23,8 @@ class OwnTask(Task):
     fourth parameter. `stop`, `demonstration(prompt, answer)`, `is_message` and
     `respond(prompt, turn, text)`, with `answer` as an optional fourth parameter, are optional.
 
-    Args:
-        name: the value of `task.name`, for messages.
-        task: the instance.
-
     Raises:
-        UserError: a method is missing.
+        UserError: a method is missing, or a stop text is none.
     """
 
     def __init__(self, name: str, task: Any) -> None:
@@ -86,11 +82,7 @@ def _takes_four(function: Any) -> bool:
 
 
 def own_task(name: str) -> OwnTask:
-    """Imports and creates a task of the user.
-
-    Args:
-        name: `module:Class`, also of the current folder, or `path/to/file.py:Class`. The class is
-            called without arguments.
+    """The task of a class `module:Class`, also of the current folder, or `path/to/file.py:Class`.
 
     Raises:
         UserError: the module cannot be imported, or the task cannot be created.

@@ -29,9 +29,7 @@ START_S = 300.0  # limit for a worker to start, before the time limit of its fir
 class RewardWorkers:
     """Scores responses as they finish; without workers, when `score` or `collect` is called.
 
-    Args:
-        task: the task whose `reward` is called; it is pickled for each worker.
-        config: number of workers, time limit of an answer, and the handling of failures.
+    The task is pickled for each worker.
     """
 
     def __init__(self, task: Task, config: RewardConfig) -> None:
@@ -42,12 +40,7 @@ class RewardWorkers:
         self._workers: list[_Worker] = []
 
     def submit(self, index: int, prompt: Prompt, text: str, finished: bool = True) -> None:
-        """Queues a response; returns at once.
-
-        Args:
-            index: orders the rewards that `collect` returns.
-            prompt, text: of the response.
-            finished: whether the model ended it.
+        """Queues a response; `index` orders the rewards that `collect` returns.
 
         Raises:
             UserError: an earlier sample failed and `reward.on_error=stop`.
@@ -57,13 +50,7 @@ class RewardWorkers:
             self._turn(0.0)
 
     def collect(self, count: int) -> list[float]:
-        """Waits for the rewards of `count` responses, and removes them.
-
-        Args:
-            count: responses submitted since the last call.
-
-        Returns:
-            The reward of each, a finite number, in the order of their indices.
+        """Waits for the finite rewards of the `count` responses since the last call.
 
         Raises:
             UserError: a sample failed and `reward.on_error=stop`.
@@ -76,11 +63,7 @@ class RewardWorkers:
         return values
 
     def scored(self) -> Mapping[int, float]:
-        """The rewards known so far, by index; does not wait.
-
-        Raises:
-            UserError: a sample failed and `reward.on_error=stop`.
-        """
+        """The rewards known so far, by index; raises like `submit`."""
         if self.config.workers:
             self._turn(0.0)
         return self._values
@@ -107,9 +90,7 @@ class RewardWorkers:
                 idle.append(_Worker(self._task))
                 self._workers.append(idle[0])
             idle.pop().start(self._waiting.popleft(), self.config.timeout_s)
-        busy: dict[Any, _Worker] = {
-            worker.pipe: worker for worker in self._workers if worker.job is not None
-        }
+        busy: dict[Any, _Worker] = {w.pipe: w for w in self._workers if w.job is not None}
         for pipe in wait(list(busy), seconds):
             worker = busy[pipe]
             finished = worker.receive()
