@@ -167,11 +167,6 @@ class SpotTrainer(RolloutObserver):
                 self.start()
         self.weights.swap()
 
-    def finish(self) -> None:
-        """Ends the training of a step: final steps, new vocabulary, new weights in the runner."""
-        self.begin_final_steps()
-        self.end_final_steps()
-
     def weigh(self, stats: RolloutStats) -> str:
         """Decides after a rollout whether training pays, unless it uses idle ranks.
 

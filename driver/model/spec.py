@@ -160,11 +160,7 @@ class ModelSpec:
 
 
 def read_rope(config: Mapping[str, Any]) -> RopeSpec:
-    """The rotary embedding that the content of a `config.json` asks for.
-
-    Raises:
-        UserError: a key is malformed, or asks for something unsupported.
-    """
+    """The rotary embedding that a `config.json` asks for; UserError as in `from_config`."""
     return _Reader(config, CONFIG).rope()
 
 
@@ -208,13 +204,11 @@ class _Reader:
         num_kv_heads = self.count("num_key_value_heads", num_heads)
         head_dim = self.count("head_dim", family.head_dim or hidden_size // num_heads)
         if num_heads % num_kv_heads:
-            raise self.refuse(
-                f"num_key_value_heads: wanted a divisor of {num_heads} heads, got {num_kv_heads}"
-            )
+            wanted = f"a divisor of {num_heads} heads"
+            raise self.refuse(f"num_key_value_heads: wanted {wanted}, got {num_kv_heads}")
         if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-            raise self.refuse(
-                f"head_dim: wanted a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}"
-            )
+            wanted = f"a multiple of 8 up to {MAX_HEAD_DIM}"
+            raise self.refuse(f"head_dim: wanted {wanted}, got {head_dim}")
         bias = family.config_bias and self.flag("attention_bias")
         return ModelSpec(
             family=family.name,
@@ -318,10 +312,10 @@ class _Reader:
             raise self.refuse("RoPE type 'llama3' wants high_freq_factor > low_freq_factor")
         if name == "yarn":
             numbers |= self.yarn(rope)
-        context = int(numbers.pop(original, 0))
+        scaled_from = int(numbers.pop(original, 0))
         theta = rope.get("rope_theta") or self.value("rope_theta", default_theta)
         theta = float(self.number(theta, "wanted rope_theta"))
-        return RopeSpec(name, theta, original_max_position=context, **numbers)
+        return RopeSpec(name, theta, original_max_position=scaled_from, **numbers)
 
     def yarn(self, rope: Mapping[str, Any]) -> dict[str, float]:
         """The optional numbers of type "yarn", with the defaults of transformers."""

@@ -228,7 +228,8 @@ class TargetModel(TargetWeights):
         self, x: Tensor, norm: Tensor, weight: Tensor, eps: float, between: Tensor
     ) -> dict[str, Any]:
         """Arguments for a linear: x and its norm to fuse, or the rows normed into `between`."""
-        if self.device.type == "cpu" or norms(len(x), weight.numel()):
+        large = self.device.type != "cpu" and weight.numel() > LARGE_WEIGHTS
+        if self.fuses(len(x), weight) and not large:
             return {"x": x, "norm_weight": norm, "eps": eps}
         normed = between[: len(x)]
         tlt_ext.rms_norm(x, norm, normed, eps=eps)

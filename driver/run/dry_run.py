@@ -115,8 +115,8 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
         kept = [word for word in own if word.partition("=")[0] not in changes]
         command = shlex.join([*kept, *as_words(changes).split()])
         say(f"{'faster, and fits' if fit else 'fits'} {limit_gb:.0f} GB:")
-        ranks = f"torchrun --standalone --nproc-per-node {shape.ranks}"
-        say(f"  {ranks if shape.ranks > 1 else 'python'} -m driver.train {command}")
+        launch = f"torchrun --standalone --nproc-per-node {shape.ranks}"
+        say(f"  {launch if shape.ranks > 1 else 'python'} -m driver.train {command}")
     check_fits(config, shape, limit_gb)
 
 

@@ -149,12 +149,14 @@ def adapt(rollout: Rollout, subject: Subject, lengths: list[int]) -> None:
     fix_bandit(rollout, policy="beg")
     engine.forget()
     engine.generate(other_requests(subject, lengths))
-    spot.finish()  # as a step of a run does
+    spot.begin_final_steps()  # as a step of a run does
+    spot.end_final_steps()
     lr, begin, steps = load_config(subject.words).drafter.lr, time.perf_counter(), spot.steps
     while (spent := time.perf_counter() - begin) < ADAPT_S:
         spot.set_lr(lr * (1.0 - spent / ADAPT_S))
         spot.micro_step()
-    spot.finish()
+    spot.begin_final_steps()
+    spot.end_final_steps()
     spot.set_lr(lr)
     engine.forget()
     say(f"adapted: {spot.steps - steps} steps on {spot.buffer.num_tokens} tokens in {spent:.1f} s")

@@ -45,7 +45,8 @@ def overlap(bench: Bench, subject: Subject, tail: int, name: str) -> None:
     requests = subject.requests(lengths, stop=False)
     engine.generate(requests)
     tuner.tune()
-    spot.finish()
+    spot.begin_final_steps()
+    spot.end_final_steps()
 
     def over_serial(o: Overlap) -> float:
         return round(o.tokens_per_ms * tuner.serial_step_s * 1e3 / spot.bin.tokens, 3)

@@ -113,6 +113,12 @@ def packed_batch(
     return DraftBatch(embedded, features, final, position, left, segments, tuple(spans))
 
 
+def finish(trainer: SpotTrainer) -> None:
+    """Ends the training of a step: final steps, new vocabulary, new weights in the runner."""
+    trainer.begin_final_steps()
+    trainer.end_final_steps()
+
+
 def build_parts(
     variant: str = "llama-tied-llama3", draft_vocab: int = 24, num_pages: int = 64
 ) -> Parts:

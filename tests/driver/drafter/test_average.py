@@ -6,7 +6,7 @@ import torch
 from driver.drafter.buffer import Document, Piece
 from driver.drafter.loss import unrolled_loss
 from driver.drafter.trainer import SpotTrainer
-from tests.driver.drafting import Parts, build_parts
+from tests.driver.drafting import Parts, build_parts, finish
 from tests.kit import same_bits
 
 SHARPER = 4.0  # of the random target's final norm, so that its distribution is far from uniform
@@ -86,7 +86,7 @@ def test_the_runner_gets_the_average_under_the_rebuilt_vocabulary(parts, horizon
     common = [3, 50, 60, 96]
     recorded.tokens[:] = torch.tensor(common).repeat(10)
     trainer.buffer.add(recorded)
-    trainer.finish()
+    finish(trainer)
     source = averaged(trainer) if horizon else trained(trainer)
     assert equal(averaged(trainer), trained(trainer)) == (horizon == 0)
     assert torch.equal(parts.runner.weights["fc"], source["fc.weight"])

@@ -16,7 +16,7 @@ import torch
 
 from driver.drafter import checkpoint as draft_checkpoint
 from driver.drafter.checkpoint import DraftCheckpoints
-from tests.driver.drafting import build_parts
+from tests.driver.drafting import build_parts, finish
 from tests.kit import gpu, needs_gpu, same_bits
 
 
@@ -189,7 +189,7 @@ def test_a_trainer_resumes_from_its_newer_checkpoint(tmp_path):
         if step == 7:
             wanted = {name: value.clone() for name, value in parts.drafter.state_dict().items()}
             average = {name: w.clone() for name, w in trainer.step.average.values.items()}
-    trainer.finish()
+    finish(trainer)
     saved = torch.load(tmp_path / "step-00000008.pt", weights_only=True)
     assert "lm_head.weight" not in saved["drafter"]
     assert trainer.metrics()["drafter/checkpoint_stall_ms"] > 0
@@ -223,7 +223,7 @@ def test_training_and_rollout_go_on_while_the_disk_is_full(tmp_path, monkeypatch
             trainer.on_pass(1)
         assert trainer.checkpoints._writes[-1].exception()
     with pytest.warns(UserWarning, match="drafter checkpoint not written .*No space left"):
-        trainer.finish()
+        finish(trainer)
         trainer.close()
     assert trainer.steps == 5 and parts.runner.version > 1 and not list(tmp_path.iterdir())
 

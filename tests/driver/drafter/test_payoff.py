@@ -10,7 +10,7 @@ import torch
 from driver.drafter.payoff import FALLS, PAYBACK, WINDOW, Measured, Payoff, change, decide
 from driver.rollout.stats import RolloutStats
 from tests.driver.drafter.test_trainer import fill
-from tests.driver.drafting import build_parts
+from tests.driver.drafting import build_parts, finish
 from tests.driver.hugging_face import random_model
 from tests.driver.rollout.test_engine import generate, make_rollout, requests
 
@@ -158,7 +158,7 @@ def test_a_trainer_at_rest_makes_no_step_and_loads_no_weights():
         trainer.on_pass(1)
         tail = trainer.steps - before
         reason = trainer.weigh(stats(accept))
-        trainer.finish()
+        finish(trainer)
         done = trainer.steps - before - tail, parts.runner.version - version
         return (tail, *done), reason.partition(":")[0]
 
@@ -191,7 +191,7 @@ def test_the_cost_counts_all_that_the_rollout_or_the_loop_waits_for(part, monkey
         trainer.weigh(stats(5.0))
         fill(trainer, parts)
         trainer.on_pass(1)
-        trainer.finish()
+        finish(trainer)
     assert costs[1] > 0.02
 
 

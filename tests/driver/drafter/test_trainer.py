@@ -19,7 +19,7 @@ from driver.rollout.bandit import Bandit
 from driver.rollout.engine import RolloutEngine
 from driver.rollout.request import Request, RunningRequest, SamplingParams
 from tests.driver.draft_memory import training_memory
-from tests.driver.drafting import PAGE, SEED, Parts, build_parts
+from tests.driver.drafting import PAGE, SEED, Parts, build_parts, finish
 from tests.kit import same_bits
 
 SWAP_EVERY = SpotConfig().swap_every
@@ -97,7 +97,7 @@ def test_teacher_probabilities_are_over_the_draft_vocabulary(parts):
     """Documents are kept of a rollout without a micro-step; the next one has other tokens."""
     trainer = parts.trainer(final_steps=0)
     fill(trainer, parts)
-    trainer.finish()
+    finish(trainer)
     trainer.start_step(0)
     assert trainer.buffer.kept and trainer.steps == 0
     trainer.buffer.seen_tokens.update(dict.fromkeys(range(parts.drafter.spec.vocab_size), 1000))
@@ -109,7 +109,7 @@ def test_teacher_probabilities_are_over_the_draft_vocabulary(parts):
 def test_a_state_with_another_vocabulary_drops_the_kept_documents(parts):
     trainer, other = parts.trainer(), build_parts().trainer()
     fill(trainer, parts)
-    trainer.finish()
+    finish(trainer)
     trainer.start_step(0)
     fill(trainer, parts, seeds=(4,))
     trainer.load_state_dict(trainer.state_dict())
@@ -126,7 +126,7 @@ def test_a_renewed_vocabulary_drops_the_kept_documents(parts):
     """A leader renews it after each refill of a step, whose documents have the old teacher."""
     trainer = parts.trainer()
     fill(trainer, parts)
-    trainer.finish()
+    finish(trainer)
     trainer.start_step(0)
     trainer.renew()
     assert trainer.buffer.kept
@@ -233,7 +233,7 @@ def test_training_lowers_the_loss_and_writes_no_tensor_of_the_target(parts):
     for _ in range(40):
         trainer.on_pass(2)
         losses.append(trainer.metrics()["drafter/loss"])
-    trainer.finish()
+    finish(trainer)
     assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
     assert trainer.steps == 42 and trainer.metrics()["drafter/tokens_seen"] == 42 * 64
     assert equal(before, target)
@@ -266,7 +266,7 @@ def test_weights_reach_the_runner_in_versions_between_passes(parts):
     assert torch.equal(parts.runner.weights["fc"], learned)
     trainer.micro_step()
     assert not torch.equal(parts.runner.weights["fc"], learned)
-    trainer.finish()
+    finish(trainer)
     assert parts.runner.version == 4
     assert torch.equal(parts.runner.weights["fc"], learned)
 
@@ -276,7 +276,7 @@ def test_time_spent_is_reported_after_the_step(parts):
     trainer = parts.trainer()
     fill(trainer, parts)
     trainer.on_pass(1)
-    trainer.finish()
+    finish(trainer)
     trainer.start_step(1)
     assert trainer.metrics()["drafter/busy_s"] > 0
     trainer.start_step(2)
@@ -311,7 +311,7 @@ def test_mode_off_records_and_trains_nothing(parts):
     trainer.on_finish(sequence)
     fill(trainer, parts)
     trainer.on_pass(1)
-    trainer.finish()
+    finish(trainer)
     assert trainer.steps == 0 and parts.runner.version == 1
 
 
@@ -340,7 +340,7 @@ def test_weights_that_are_not_finite_are_never_swapped_in(parts):
     with torch.no_grad():
         parts.drafter.fc.weight[0, 0] = float("nan")
     with pytest.warns(UserWarning) as caught:
-        trainer.finish()
+        finish(trainer)
     assert [str(one.message) for one in caught] == [
         "spot trainer: gradient is not finite: step skipped",
         "spot trainer: weights are not finite: not swapped in",
@@ -355,7 +355,7 @@ def run_serial(seed_documents=(1, 2, 3)) -> dict[str, torch.Tensor]:
         fill(trainer, parts, [seed])
         for _ in range(4):
             trainer.on_pass(1)
-    trainer.finish()
+    finish(trainer)
     return weights(parts)
 
 
@@ -403,7 +403,7 @@ def test_final_steps_end_later_and_a_failure_is_a_warning(parts, monkeypatch):
     with pytest.warns(UserWarning, match="a micro-step failed .*planted"):
         trainer.end_final_steps()
     assert parts.runner.version == 3 and trainer.error is None
-    trainer.finish()
+    finish(trainer)
     assert trainer.steps == 7
 
 
@@ -417,7 +417,7 @@ def test_resumed_training_continues_with_the_same_bits(parts):
     fill(trainer, parts, (1, 2))
     for _ in range(5):
         trainer.on_pass(1)
-    trainer.finish()
+    finish(trainer)
     file = io.BytesIO()
     torch.save(trainer.state_dict(), file)
 
@@ -434,7 +434,7 @@ def test_resumed_training_continues_with_the_same_bits(parts):
         fill(one, owner, (3, 4))
         for _ in range(7):
             one.on_pass(1)
-        one.finish()
+        finish(one)
     assert equal(weights(parts), weights(resumed_parts))
     assert equal(parts.runner.weights, resumed_parts.runner.weights)
     assert trainer.tokens_seen == resumed.tokens_seen
@@ -462,7 +462,7 @@ def test_the_draft_vocabulary_is_rebuilt_from_rollouts(parts):
     common = [3, 50, 60, 96]
     document.tokens[:] = torch.tensor(common).repeat(15)
     trainer.buffer.add(document)
-    trainer.finish()
+    finish(trainer)
     others = [token for token in range(97) if token not in common]
     expected = sorted(common + others[:20])
     assert parts.drafter.target_ids.tolist() == expected == parts.runner.d2t.tolist()
@@ -479,7 +479,7 @@ def test_documents_of_the_previous_step_keep_their_teacher(parts):
     trainer = parts.trainer(keep_long=0.5, final_steps=1)
     old = parts.document(30, 1, version=0)
     trainer.buffer.add(old)
-    trainer.finish()
+    finish(trainer)
     before = teacher_probs(trainer, old)
     parts.target.load_weights({n: w * 1.7 for n, w in parts.target.state_dict().items()})
     trainer.start_step(1)
@@ -558,7 +558,7 @@ def test_overlapped_training_learns_swaps_and_leaves_torch_s_threads(parts):
     fill(trainer, parts)
     while trainer.steps < 2 * SWAP_EVERY:
         trainer.on_pass(1)
-    trainer.finish()
+    finish(trainer)
     assert parts.runner.version > 1 and torch.get_num_threads() == threads
     assert torch.equal(parts.runner.weights["fc"], trainer.step.average.values["fc.weight"])
     done = trainer.steps
@@ -581,7 +581,7 @@ def test_a_failure_is_a_warning_and_the_rollout_goes_on(parts, monkeypatch, mode
         for _ in range(5):
             trainer.on_pass(1)
     with pytest.warns(UserWarning, match="micro-step failed .RuntimeError: disk on fire."):
-        trainer.finish()
+        finish(trainer)
     monkeypatch.setattr(Bin, "load", whole)
     trainer.start_step(1)
     fill(trainer, parts)
@@ -607,7 +607,7 @@ def test_a_killed_thread_is_reported_and_replaced(parts, monkeypatch):
             trainer.stop()
     while trainer.steps < 2:
         trainer.on_pass(1)
-    trainer.finish()
+    finish(trainer)
     assert parts.runner.version > 1
 
 
@@ -627,7 +627,7 @@ def test_auto_is_serial_on_the_cpu(parts):
     fill(trainer, parts)
     trainer.on_pass(1)
     assert trainer.steps == 1 and trainer.mode == "serial"
-    trainer.finish()
+    finish(trainer)
     assert trainer.steps == 2 and trainer.overlap is None
 
 

@@ -12,7 +12,7 @@ from driver.drafter.overlap import sizes_of
 from driver.drafter.partition import STOP_S
 from driver.model.drafter import Drafter
 from tests import kit
-from tests.driver.drafting import packed_batch
+from tests.driver.drafting import finish, packed_batch
 from tests.driver.hugging_face import random_model
 from tests.driver.rollout.test_engine import generate, make_rollout, requests, same
 
@@ -101,7 +101,7 @@ def test_captured_steps_train_as_steps_op_by_op(policy):
         spot.step.failed_capture = not captured
         fill(spot)
         losses = steps(spot, 5)
-        spot.finish()
+        finish(spot)
         spot.start_step(1)
         fill(spot, (60, 120, 33, 80), seed=1)
         losses += steps(spot, 5)
@@ -209,7 +209,7 @@ def overlapped(policy, *words):
     rollout.engine.generate(jobs)
     assert spot.mode == "serial" and spot.buffer.num_tokens > 0
     rollout.tuner.tune()
-    spot.finish()
+    finish(spot)
     assert spot.mode == "overlapped" and spot.placement.partition.sms == spot.overlap.sms
     spot.start_step(0)
     fill(spot)
@@ -227,7 +227,7 @@ def test_a_partition_trains_during_the_tail_and_changes_no_token(policy):
     spot.stop()
     assert spot.steps > begun and spot.runner.version > version
     assert {"drafter/overlap_slowdown", "drafter/sms", "drafter/duty"} <= spot.metrics().keys()
-    spot.finish()
+    finish(spot)
 
 
 def test_measured_steps_change_nothing(policy):
@@ -240,7 +240,7 @@ def test_measured_steps_change_nothing(policy):
     before = [weight.detach().clone() for weight in spot.drafter.trainable()]
     average = {name: value.clone() for name, value in spot.step.average.values.items()}
     rollout.tuner.tune()
-    spot.finish()
+    finish(spot)
     assert rollout.tuner.measured and spot.tokens_seen == spot.steps == 0
     assert all(map(torch.equal, before, spot.drafter.trainable()))
     assert all(
@@ -289,4 +289,4 @@ def test_training_during_the_tail_rests_to_keep_to_the_budget(policy):
     assert spot.placement.duty == spot.overlap.duty
     assert same(rollout.engine.generate(jobs), wanted)
     spot.stop()
-    spot.finish()
+    finish(spot)
