@@ -26,10 +26,6 @@ class DraftCheckpoints:
     returns. It skips a checkpoint while the previous one is being written. Errors of the thread
     become warnings in `collect`; training and rollout go on.
 
-    Args:
-        folder: of the files; created with the first one.
-        keep: number of files to keep.
-
     Attributes:
         stall_s: seconds of the longest `save`.
     """
@@ -42,11 +38,7 @@ class DraftCheckpoints:
         self._writes: list[Future[None]] = []  # since the last `collect`; one runs at a time
 
     def save(self, state: Callable[[], Mapping[str, Any]], step: int) -> bool:
-        """Copies a state and starts writing it.
-
-        Args:
-            state: returns tensors, numbers, strings, None, and lists and dicts of these.
-            step: number of the checkpoint.
+        """Copies a state of tensors and plain values, and starts writing it.
 
         Returns:
             False if it was skipped, since the previous one is still being written.
@@ -78,12 +70,7 @@ class DraftCheckpoints:
                 old.unlink()
 
     def collect(self, wait: bool = True) -> None:
-        """Warns if a checkpoint could not be written.
-
-        Args:
-            wait: whether to wait for the last one; otherwise one in flight is left to the next
-                call.
-        """
+        """Warns if a checkpoint could not be written; without `wait` one in flight is left out."""
         if not self._writes or not (wait or self._writes[-1].done()):
             return
         errors = [error for write in self._writes if (error := write.exception())]

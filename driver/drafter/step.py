@@ -231,11 +231,8 @@ class DraftStep:
     def capture(self, split: int, placement: Placement | None) -> None:
         """Captures the step, if it was not yet; a step without a graph runs op by op.
 
-        Call while no other step runs.
-
-        Args:
-            split: first row of the current policy.
-            placement: where it will run; None: the whole bin on the whole GPU.
+        Call while no other step runs. `split` is the first row of the current policy; without a
+        placement the step takes the whole bin on the whole GPU.
         """
         spec, features = self.drafter.spec, self.bin.features
         rows, sms, stream = self.bin.tokens, 0, None

@@ -17,10 +17,6 @@ class WeightSwap:
 
     The training thread publishes and the rollout swaps. `swap` takes the newest copy if it is
     complete and never waits.
-
-    Args:
-        weights: returns the current state of the drafter.
-        runner: the drafter at inference.
     """
 
     def __init__(self, weights: Callable[[], Mapping[str, Tensor]], runner: DraftRunner) -> None:

@@ -11,15 +11,10 @@ import torch
 
 
 class StepThread:
-    """Makes steps until it is stopped or a step returns False.
+    """Makes steps until it is stopped, or a step returns False or raises, which `fail` gets.
 
     It waits for each step before the next one, so a stop waits for one step at most. Between two
     steps it can rest, which keeps training to a share of the time.
-
-    Args:
-        step: makes a step; False ends the thread.
-        wait: waits for the step in flight.
-        fail: called with an exception that ends the thread.
     """
 
     def __init__(

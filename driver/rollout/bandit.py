@@ -41,22 +41,18 @@ class ArmSums(NamedTuple):
 class Bandit:
     """Chooses by batch bucket among `off` and the speculative arms.
 
-    The value of an arm is tokens per second of a full bucket: tokens that a request emits in a pass
-    over seconds of a pass. (A graph takes as long for a part of its bucket as for all of it, so
-    rates of partial buckets would favour arms that ran on more requests.) The seconds are measured
-    in the bucket itself. The tokens depend on the current responses, about which recent windows of
-    neighbouring buckets say more than old windows of the same bucket. So they are a mean that
-    decays with age and with distance between buckets.
+    The value of an arm is tokens per second of a full bucket: tokens of a request in a pass over
+    seconds of a pass. (A graph takes as long for a part of its bucket as for all of it, so rates of
+    partial buckets would favour arms that ran on more requests.) The seconds are measured in the
+    bucket itself. The tokens are a mean that decays with age and with distance between buckets:
+    recent windows of neighbouring buckets say more about the current responses than old ones.
 
-    An arm without a window in the bucket has the step time measured at the capture of its graph; if
-    that or any acceptance is unknown, the arm is tried first. `beg` then runs a random arm with
-    probability epsilon, else the one of highest value. `ucb` adds a confidence bound to the value.
-    A fixed policy chooses by batch alone. Batches above `spec_max_batch` always run `off`.
-
-    A random arm is drawn among those whose value is close to the best, or, with probability
-    epsilon, among all, since a poor arm may improve as the drafter learns. Once the best arm is
-    known it runs for two windows at once, which interrupts the device less often
-    (docs/notes/rollout.md).
+    An arm without a window in the bucket has the step time measured at the capture of its graph.
+    If that or any acceptance is unknown, it is tried first. `beg` then runs a random arm with
+    probability epsilon: one whose value is close to the best, or, with probability epsilon, any,
+    since a poor arm may improve as the drafter learns. `ucb` adds a confidence bound to the value.
+    A fixed policy chooses by batch alone. Batches above `spec_max_batch` always run `off`. Once
+    the best arm is known it runs for two windows at once (docs/notes/rollout.md).
 
     Source: "Taming the Long Tail" (ASPLOS'26), section on the adaptive rollout engine; Auer et al.,
         "Finite-time Analysis of the Multiarmed Bandit Problem" (2002), for UCB.
@@ -94,9 +90,7 @@ class Bandit:
     ) -> Strategy:
         """The strategy of the next pass.
 
-        Args:
-            usable: whether an arm can run now.
-            step_s: seconds of a pass of an arm's graph; None: it has none.
+        `step_s` returns the seconds of a pass of an arm's graph; None: it has none.
         """
         self._batch = batch
         if batch > self.spec_max_batch:

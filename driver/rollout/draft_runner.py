@@ -69,9 +69,7 @@ class DraftRunner:
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
         """Loads weights in place; the drafter KV of every request is recomputed at its next draft.
 
-        Args:
-            state: tensors in the EAGLE-3 layout (`driver.model.drafter.Drafter.state_dict`).
-            version: written into the responses drafted from now on.
+        `state` has the EAGLE-3 layout; `version` is written into the responses drafted from now on.
         """
         layer = "midlayer.self_attn."
         fused = {

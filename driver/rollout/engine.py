@@ -276,11 +276,7 @@ class RolloutEngine:
         return burst.captured and same_drafter and burst.strategy == self._choice
 
     def _overlap(self, batch: Batch, unread: Burst | None) -> bool:
-        """Host work while a burst runs: reads the previous one, then what the observer has to do.
-
-        Returns:
-            Whether the burst is to stop.
-        """
+        """Reads the previous burst, works for the observer; returns whether this one is to stop."""
         stop = False
         if unread is None:
             self.scheduler.release()
@@ -295,10 +291,7 @@ class RolloutEngine:
         """Reads a burst while the next one runs, and grants pages for the one after that.
 
         Pages of finished requests go to others only with `state.grant`, which also takes them from
-        the inert rows.
-
-        Returns:
-            Whether the running burst is to stop.
+        the inert rows. Returns whether the running burst is to stop.
         """
         self._harvest(batch, burst)
         self.scheduler.release()

@@ -209,12 +209,8 @@ class OracleProposer(Proposer):
     def _draw(self, ahead: np.ndarray, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Random trees of full levels, with the right tokens on one branch.
 
-        Args:
-            ahead: [B, depth], right tokens; -1 past the end of the answer.
-            keep: nodes of a level.
-
-        Returns:
-            Tokens and parents [B, depth, keep]; levels of each tree [B].
+        `ahead` [B, depth] has those, and -1 past the end of the answer; a level has `keep` nodes.
+        Returns tokens and parents [B, depth, keep], and the levels of each tree [B].
         """
         size, depth = ahead.shape
         place = self._random.integers(keep, size=(size, depth, 1))  # of the right token

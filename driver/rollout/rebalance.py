@@ -50,14 +50,7 @@ class Rebalancer(RequestSource):
         return self._receives or not scheduler.waiting
 
     def exchange(self, scheduler: Scheduler) -> list[RunningRequest]:
-        """Adopts requests from other ranks, or hands over those of this rank.
-
-        Call between bursts, and once more when no request is left, since a receiver may get the
-        last requests then.
-
-        Returns:
-            The requests handed over, which no longer run here.
-        """
+        """Adopts requests from other ranks, or hands over those of this rank, which it returns."""
         if not scheduler.active:
             self._leave(scheduler)
         elif self.due(scheduler):

@@ -275,11 +275,7 @@ class RunningRequest:
         return self.context_len - max(0, min(self.draft_len, self.context_len - 1))
 
     def append(self, emitted: Emitted, strategy: Strategy, version: int) -> None:
-        """Adds what a burst emitted.
-
-        Raises:
-            RuntimeError: a pass emitted nothing.
-        """
+        """Adds what a burst emitted."""
         tokens, logprobs, counts, finish, status = emitted
         self.status |= status
         if counts[-1] == 0:  # only damaged pages or lengths cause this; it would never finish
@@ -307,12 +303,7 @@ class RunningRequest:
         self.finish = None if self.room else "length"
 
     def response(self, version: int, aborted: bool = False) -> Response:
-        """The response, once it has finished or is aborted.
-
-        Args:
-            version: of the policy.
-            aborted: it may go on later.
-        """
+        """The response, once it has finished or is aborted; `version` is of the policy."""
         finish: Finish | None = "abort" if aborted else self.finish
         assert finish is not None
         return Response(
@@ -346,12 +337,6 @@ def request_id(
 
     Returns:
         An integer in [0, 2**62).
-
-    Example:
-        >>> request_id("train", 0, "p0", 0) == request_id("train", 0, "p0", 0)
-        True
-        >>> request_id("train", 0, "p0", 0) == request_id("train", 0, "p0", 1)
-        False
     """
     # JSON separates the fields: ("p1", 12) and ("p11", 2) must not give the same key.
     key = json.dumps([phase, step, prompt_id, sample, refill]).encode()

@@ -234,11 +234,7 @@ class Scheduler:
         return state is not None
 
     def drop_kv(self) -> list[RunningRequest]:
-        """Takes all pages back, before they lose their contents; no device work may run.
-
-        Returns:
-            The preempted requests.
-        """
+        """Preempts and returns all requests, before pages are lost; no device work may run."""
         self.release()
         preempted = [self._preempt() for _ in range(len(self.running))]
         while self._reclaim() or self.prefixes.evict():

@@ -185,11 +185,7 @@ class Comparison:
         seconds: float = math.inf,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Runs rounds until `off` has emitted enough tokens, or the next would take too long.
-
-        Args:
-            seconds: time limit; the first round always runs.
-        """
+        """Runs rounds until `off` has emitted enough tokens or time is up; one at least."""
         begin = time.perf_counter()
         while self.off.tokens < tokens:
             spent = time.perf_counter() - begin

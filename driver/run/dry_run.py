@@ -123,11 +123,6 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
 def check_run(config: Config, folder: Path | None, ranks: int = 1) -> tuple[Config, RunShape]:
     """The settings of a run, with those decided that are `auto`, and its shape.
 
-    They are checked as in a dry run before anything is allocated.
-
-    Args:
-        folder: of the model; None = the tiny one.
-
     Raises:
         UserError: the run exceeds the context of its model, its engine, or the memory or the
             kernels of its card.

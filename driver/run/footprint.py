@@ -343,12 +343,7 @@ def table(parts: Footprint) -> Sequence[str]:
 
 
 def comparison(parts: Mapping[int, Footprint], limit_gb: float) -> Sequence[str]:
-    """The parts of a rank by number of ranks, as lines in 10^9 bytes.
-
-    Args:
-        parts: number of ranks -> footprint.
-        limit_gb: memory of a card, in 10^9 bytes; 0 = unknown.
-    """
+    """The parts of a rank by number of ranks, as lines in 10^9 bytes; `limit_gb` 0 = unknown."""
 
     def row(name: str, values: Iterable[str]) -> str:
         return f"    {name:<22}" + "".join(f"{value:>9}" for value in values)

@@ -58,11 +58,7 @@ def answer(state: RunningRequest) -> list[int] | None:
 def by_turns(
     generate: Callable[[list[Request]], list[Response]], requests: Sequence[Request], tool: OnEnd
 ) -> list[Response]:
-    """The responses made of a request for each turn, whose prompt is all that came before.
-
-    Args:
-        generate: a plain rollout.
-    """
+    """Responses made of a request for each turn, whose prompt is all that came before."""
     states = [RunningRequest.begin(request) for request in requests]
     while running := [state for state in states if state.finish is None]:
         turns = [
@@ -89,10 +85,7 @@ def interrupted(
 ) -> tuple[list[Response], Interruptions]:
     """The responses of a session whose client submits, aborts and resumes at random.
 
-    Args:
-        session: with no other requests.
-        tool: answers the turns, after a random time.
-        draw: chooses what happens; the time at which it happens is not repeatable.
+    `draw` chooses what happens; the time at which it happens is not repeatable.
 
     Returns:
         Responses in the order of the requests, and what happened.

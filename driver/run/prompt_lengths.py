@@ -15,12 +15,6 @@ class PromptLengths:
     The key is a hash of the text: a prompt's id changes with each epoch, and all ranks must get the
     same key. A resumed run starts empty and splits its first prompts by number alone; the rank of a
     prompt changes no token. Beyond `kept` prompts the least recently used one is dropped.
-
-    Example:
-        >>> lengths = PromptLengths()
-        >>> lengths.note("1+1=", [3, 5])
-        >>> lengths.expected(["1+1=", "2+2="])
-        [4.0, 4.0]
     """
 
     def __init__(self, kept: int = KEPT) -> None:

@@ -13,9 +13,6 @@ RANKS_SHOWN = 8  # up to this number, each rank has separate metrics
 class RankTimes:
     """How long each rank rolls out, and what it does afterwards.
 
-    Args:
-        coordinator: trains the drafter while ranks are idle, or None.
-
     Attributes:
         states: of each rank, (wall clock, state from then on) since the run started.
     """
@@ -36,8 +33,7 @@ class RankTimes:
     def metrics(self, peak_gb: float | None) -> dict[str, float]:
         """Entries of the metrics file, a collective call; {} for a single rank.
 
-        Args:
-            peak_gb: memory of the rank's card; None = it has none.
+        `peak_gb` is the memory of the rank's card; None = it has none.
         """
         if self.world.size == 1:
             return {}

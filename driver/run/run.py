@@ -289,11 +289,9 @@ class Run:
         }
 
     def _parts(self, live: bool) -> Parts:
-        """This rank's part of the trained tensors.
+        """This rank's trained tensors: those that `grpo.offload` keeps in host memory, or others.
 
-        Args:
-            live: those that `grpo.offload` keeps in host memory; else the others. They are written
-                from there, without a copy, and the next update waits until they are.
+        The former are written from there, and the next update waits until they are.
         """
         offloaded = self.config.grpo.offload != "none"
         return {

@@ -53,10 +53,6 @@ class Tools:
     `respond` is code of the user: it may raise, hang, or return no text. Such a turn ends the
     response, and `stats.failures` names the sample.
 
-    Args:
-        task: its `respond` is called from several threads.
-        timeout_s: seconds to answer a turn.
-
     Attributes:
         stats: since the last `start`.
     """
@@ -118,11 +114,7 @@ class Tools:
             warnings.warn(f"{line}; {after} (tool.on_error)", stacklevel=2)
 
     def _ask(self, prompt: Prompt, turn: int, text: str) -> str | None:
-        """The task's answer.
-
-        Raises:
-            Exception: whatever `respond` raised, or it took too long or returned no text.
-        """
+        """The answer; raises what `respond` did, or that it was late or returned no text."""
         answered: Future[str | None] = Future()
 
         def ask() -> None:
