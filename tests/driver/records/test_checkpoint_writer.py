@@ -1,14 +1,12 @@
 """Checkpoints that a thread writes: their content, their order and their errors."""
 
-import doctest
 import threading
 
 import pytest
 import torch
 
-from driver.common import host_copies
 from driver.common.errors import UserError
-from driver.common.host_copies import HostCopies
+from driver.common.host_copies import HostCopies, held_bytes
 from driver.records import checkpoint_writer
 from driver.records.checkpoint import latest_checkpoint, save_checkpoint
 from driver.records.checkpoint_writer import CheckpointWriter
@@ -27,10 +25,9 @@ def write_into(folder, step):
     return write
 
 
-@pytest.mark.parametrize("module", [checkpoint_writer, host_copies])
-def test_docstring_examples(module):
-    result = doctest.testmod(module)
-    assert result.attempted and not result.failed
+def test_a_storage_is_held_once():
+    x = torch.zeros(8)
+    assert held_bytes(x, [x[:4]], {"y": torch.zeros(2)}) == 32 + 8
 
 
 def test_the_state_at_the_save_is_written_without_waiting(tmp_path):
@@ -160,7 +157,7 @@ def test_tied_weights_stay_one_and_room_is_kept():
     second, _ = copies.take(state)
     assert {place: x.data_ptr() for place, x in copies.room.items()} == room
     assert torch.equal(second["head"], weight) and torch.equal(second["part"], weight[:2])
-    assert host_copies.held_bytes(copies.room) == 4 * (8 + 4)
+    assert held_bytes(copies.room) == 4 * (8 + 4)
 
 
 @gpu
