@@ -62,7 +62,11 @@ class Rebalancer(RequestSource):
                 elif receiver and len(scheduler.running) <= self.most:
                     return self._offer(scheduler)
             if self._receives:
-                self._take_in(scheduler)
+                for rank in list(self._senders):
+                    if self.store.check([self._key(f"from/{rank}")]):
+                        self._take_from(rank, scheduler)
+                if not self._has_room(scheduler.active):
+                    self._close(scheduler)
         return []
 
     def _receiver(self, running: int) -> str:
@@ -87,13 +91,6 @@ class Rebalancer(RequestSource):
             self.store.set(_parcel(self.world.rank, i), parcel)
         written = self._write_once(f"from/{self._me}", str(len(scheduler.running)))
         return [] if written == CLOSED else scheduler.hand_over()
-
-    def _take_in(self, scheduler: Scheduler) -> None:
-        for rank in list(self._senders):
-            if self.store.check([self._key(f"from/{rank}")]):
-                self._take_from(rank, scheduler)
-        if not self._has_room(scheduler.active):
-            self._close(scheduler)
 
     def _take_from(self, rank: int, scheduler: Scheduler) -> None:
         """Adopts what a rank handed over; closes its slot if it handed nothing over yet."""

@@ -22,16 +22,19 @@ from .tree import Tree
 
 DRAFT_TEMPERATURE = 0.75  # accept lengths at others: docs/notes/drafter.md
 
-# Columns: one number per request; tables: several 32-bit words per request.
 _INTS = ("slot", "context_len", "last_token", "remaining", "granted", "num_new", "status", "top_k")
 _FLOATS = ("temperature", "draft_temperature", "top_p")
-_LONGS = ("request", "store_row")
-_TABLES = {"stop_ids": MAX_STOP_IDS, "group_slots": GROUP_SLOTS}
-# 32-bit words of a request, without its block table: the columns, what a pass returns (three rows
-# and two numbers), and two constants.
-WORDS_PER_REQUEST = (
-    2 * len(_LONGS) + len(_INTS) + len(_FLOATS) + sum(_TABLES.values()) + 3 * MAX_EMITTED + 4
-)
+# Columns of the uploaded array: dtype and numbers of a request. Those of eight bytes are aligned.
+_COLUMNS = {
+    **dict.fromkeys(("request", "store_row"), (torch.int64, 1)),
+    **dict.fromkeys(_INTS, (torch.int32, 1)),
+    **dict.fromkeys(_FLOATS, (torch.float32, 1)),
+    "stop_ids": (torch.int32, MAX_STOP_IDS),
+    "group_slots": (torch.int32, GROUP_SLOTS),
+}
+_WORDS = [dtype.itemsize // 4 * count for dtype, count in _COLUMNS.values()]  # of a request
+# With what a pass returns (three rows and two numbers) and two constants, but no block table.
+WORDS_PER_REQUEST = sum(_WORDS) + 3 * MAX_EMITTED + 4
 
 
 @dataclass(frozen=True)
@@ -123,12 +126,7 @@ class BatchState:
         self.device = device
         self.running: list[RunningRequest] = []
         # One array: everything except the block table is uploaded by one copy.
-        self._sizes = [
-            *[2 * max_batch] * len(_LONGS),
-            *[max_batch] * (len(_INTS) + len(_FLOATS)),
-            *[max_batch * width for width in _TABLES.values()],
-        ]
-        self._host, self._words = self._mirrored(sum(self._sizes))
+        self._host, self._words = self._mirrored(max_batch * sum(_WORDS))
         self._host_table, self.block_table = self._mirrored(max_batch, max_pages)
         self._table = self._host_table.numpy()
         self._host_arrays = self._split(self._host)
@@ -295,13 +293,9 @@ class BatchState:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True), self._zeros(*shape)
 
     def _split(self, words: Tensor) -> dict[str, Tensor]:
-        columns = dict(
-            zip((*_LONGS, *_INTS, *_FLOATS, *_TABLES), words.split(self._sizes), strict=True)
-        )
-        for name in _LONGS:
-            columns[name] = columns[name].view(torch.int64)
-        for name in _FLOATS:
-            columns[name] = columns[name].view(torch.float32)
-        for name in _TABLES:
-            columns[name] = columns[name].view(self.max_batch, -1)
+        parts = words.split([self.max_batch * count for count in _WORDS])
+        columns = {}
+        for (name, (dtype, count)), part in zip(_COLUMNS.items(), parts, strict=True):
+            column = part.view(dtype)
+            columns[name] = column if count == 1 else column.view(-1, count)
         return columns

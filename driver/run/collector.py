@@ -164,7 +164,10 @@ class Collector(RolloutObserver):
         """Responses to the next `count` prompts, grouped by prompt."""
         first = self.prompts_drawn
         self.prompts_drawn += count
-        prompts = [self._prompt(first + i) for i in range(count)]
+        prompts = [
+            self._ahead.pop(index, None) or self.task.prompt("train", index)
+            for index in range(first, first + count)
+        ]
         samples = range(self.config.grpo.samples_per_prompt)
         ids = [[request_id("train", step, p.id, s, refill) for s in samples] for p in prompts]
         requests = []
@@ -300,9 +303,6 @@ class Collector(RolloutObserver):
         index = self.prompts_drawn + len(self._ahead)
         self._ahead[index] = self.task.prompt("train", index)
         return True
-
-    def _prompt(self, index: int) -> Prompt:
-        return self._ahead.pop(index, None) or self.task.prompt("train", index)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         ids = self.encoder(prompt.text)
