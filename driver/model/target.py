@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tlt_ext
 
+from ..common.symmetric import SymmetricArrays
 from ..common.tensor_parallel import TensorParallel
 from .exchange import shared_arrays
 from .kv_cache import KvCache
@@ -125,6 +126,11 @@ class TargetModel(TargetWeights):
     def feature_size(self) -> int:
         """Columns of the features: three layers and the final hidden state."""
         return 4 * self.spec.hidden_size
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks exchange data through memory that their GPUs share."""
+        return isinstance(self._columns, SymmetricArrays)
 
     def forward(
         self,

@@ -69,13 +69,14 @@ def build_graphs(
         if config.graphs in ("pass", "loop"):
             raise UserError(f"engine.graphs={config.graphs}: CUDA graphs need run.device=cuda")
         return None
-    parallel = program.model.parallel
-    if config.graphs == "loop" and parallel.size > 1:
+    alone = program.model.parallel.size == 1
+    if config.graphs == "loop" and not (alone or program.model.shares_memory):
         raise UserError(
-            "engine.graphs=loop: with engine.tensor_parallel the host launches each pass; use auto"
+            "engine.graphs=loop: with engine.tensor_parallel it needs GPUs of one host that share"
+            " memory; use auto"
         )
-    # A kernel that waits for another rank must not be in the body of a loop.
-    loop = config.graphs != "pass" and parallel.size == 1
+    # Between ranks the host launches each pass unless asked: the loop has not run on cards.
+    loop = config.graphs == "loop" or (config.graphs == "auto" and alone)
     loop = loop and tlt_ext.GraphPool.supports_loop(device.index or 0)
     if config.graphs == "loop" and not loop:
         raise UserError("engine.graphs=loop: this driver cannot loop in a CUDA graph; use auto")
@@ -146,7 +147,8 @@ class PassGraphs:
     ) -> float:
         """Makes up to `limit` passes, until `ends` requests have finished (one without loops).
 
-        `meanwhile` is called once after the launch and returns whether the passes are to stop.
+        `meanwhile` is called once after the launch and returns whether the passes are to stop; a
+        loop of several ranks then runs to its end.
 
         Returns:
             Their seconds on the device's clock.
@@ -155,7 +157,7 @@ class PassGraphs:
             RuntimeError: the device failed.
         """
         arm, ends = (limit, ends) if self.loop else (1, 1)
-        begun_ns = None
+        parallel, begun_ns = self.program.model.parallel, None
         while True:
             tlt_ext.arm_passes(self.state.control, self.ring, limit=arm, ends=ends)
             self._pool.launch(str(cell))
@@ -163,9 +165,9 @@ class PassGraphs:
             try:
                 stop = meanwhile()
             finally:  # after an error nothing is left in flight
-                if stop:
+                if stop and parallel.size == 1:  # ranks would stop after different passes
                     self.ring.request_stop()
-                reason = wait_for(self.ring, self.state.device, self.program.model.parallel)
+                reason = wait_for(self.ring, self.state.device, parallel)
             meanwhile = nothing
             begun_ns = begun_ns or int(self.ring.begin_ns[0])
             limit = 0 if stop else limit - arm

@@ -96,8 +96,9 @@ class Loops(PassGraphs):
         self._captured[cell] = cell
 
 
-def looping(policy, *words, loop=True, budget=0, pool=Pool):
-    rollout = make_rollout(policy, f"engine.strategies={' '.join(ARMS)}", *words)
+def looping(policy, *words, loop=True, budget=0, pool=Pool, parallel=None):
+    arms = f"engine.strategies={' '.join(ARMS)}"
+    rollout = make_rollout(policy, arms, *words, parallel=parallel)
     rollout.spot.swap()
     engine = rollout.engine
     plan = BucketPlan(

@@ -13,11 +13,13 @@ from driver.config.sections import ModelConfig
 from driver.model.shards import Shard, owned_columns
 from driver.model.spec import ModelSpec
 from driver.model.tiny import build_policy
+from driver.rollout import graphs
 from driver.rollout.bandit import Bandit
 from driver.rollout.request import SamplingParams
 from driver.session import Session
 from tests import kit
 from tests.driver import hugging_face
+from tests.driver.rollout.test_bursts import looping
 from tests.driver.rollout.test_engine import (
     STRATEGIES,
     generate,
@@ -85,6 +87,21 @@ def compare(policy, parallel: TensorParallel, *words: str) -> None:
     assert same(shared.engine.generate(few, record=False), wanted), "bandit differs"
 
 
+def loops() -> None:
+    """One rank, whose passes are repeated as in a graph; no rank may ask its device to stop."""
+    world = World.join("cpu", 60)
+    few, policy, words = requests(3, new=40, stop=(2,)), MODELS["qwen2"](), "engine.max_batch=2"
+    wanted = generate(make_rollout(policy, words), few)
+    shared = looping(policy, words, parallel=TensorParallel.of(world, world.size))
+    shared.engine.ring.request_stop = None
+    graphs.PROFILE_PASSES = 1
+    for menu in (["off"], ["off", *STRATEGIES]):
+        assert same(generate(shared, few, *menu, seed=world.rank, horizon=4), wanted)
+        assert shared.engine.stats.bursts < shared.engine.stats.target_passes
+    assert shared.engine.stats.switches > 2
+    world.leave()
+
+
 def start(log, ranks, *words, planted="", device="cpu"):
     code = run_ranks(planted + SCRIPT, [device, *words], ranks, log)
     return code, log.read_text()[-3000:]
@@ -97,11 +114,18 @@ def test_any_number_of_ranks_makes_the_bits_of_one(tmp_path, ranks):
     assert code == 0, log
 
 
+def test_ranks_repeat_passes_without_the_host(tmp_path):
+    log = tmp_path / "log"
+    assert run_ranks(SCRIPT.replace("rank()", "loops()"), [], 2, log) == 0, log.read_text()[-3000:]
+
+
 @kit.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("graphs", ["auto", "off"])
-@pytest.mark.parametrize("exchange", ["gather", "symmetric"])
+@pytest.mark.parametrize(
+    ("graphs", "exchange"),
+    [("auto", "symmetric"), ("loop", "symmetric"), ("pass", "gather"), ("off", "gather")],
+)
 def test_two_cards_make_the_bits_of_one(tmp_path, dtype, graphs, exchange):
     words = [f"model.dtype={dtype}", f"engine.graphs={graphs}", "engine.page_size=16", exchange]
     code, log = start(tmp_path / "log", 2, *MODELS, *words, device="cuda")
