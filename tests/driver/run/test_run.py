@@ -167,6 +167,7 @@ def test_a_run_leaves_its_records(unbroken):
         assert key in record, key
 
 
+@pytest.mark.figures
 def test_a_finished_run_resumed_keeps_its_figures(unbroken):
     folder = unbroken.folder.path
     figures = {path.name: path.read_bytes() for path in (folder / "plots").iterdir()}
@@ -210,6 +211,7 @@ def test_a_run_with_fewer_evaluations_trains_the_same(unbroken, tmp_path, words,
     assert rolled_out(made.folder.path) == rolled_out(unbroken.folder.path)[:2]
 
 
+@pytest.mark.figures
 def test_a_run_that_starts_over_leaves_no_older_drafter(tmp_path):
     words = ["run.steps=0", "run.eval_prompts=0", "spot.checkpoint_every=1"]
     folder = run(tmp_path, "run", *words).folder.path

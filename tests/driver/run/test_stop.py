@@ -142,6 +142,7 @@ def test_the_warm_up_is_saved(tmp_path, monkeypatch):
     assert (tmp_path / "it" / "checkpoints" / "step-000000").is_dir()
 
 
+@pytest.mark.figures
 def test_a_resumed_run_keeps_what_was_measured_and_sums_its_time(tmp_path):
     first = run(tmp_path, "it", "run.steps=3", "run.checkpoint_every=2")
     seconds = json.loads((tmp_path / "it" / "summary.json").read_text())["wall_s"]["wall"]

@@ -42,6 +42,8 @@ WORDS = [
     "run.eval_prompts=0",
     "run.steps=0",
     "run.threads=1",
+    "grpo.prompts_per_step=4",
+    "grpo.samples_per_prompt=4",
 ]
 
 

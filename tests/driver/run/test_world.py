@@ -254,8 +254,15 @@ collector.Collector.roll_out = slow
 """
 
 
+FIGURES = """
+from driver import train
+from driver.run.summary import write_plots
+train.write_plots = write_plots  # which tests/forks.py leaves out
+"""
+
+
 def test_idle_ranks_train_the_drafter_until_the_last_one_is_done(tmp_path):
-    records = run(tmp_path, 3, script=LAST_IS_SLOW + SAME_EVERYWHERE)
+    records = run(tmp_path, 3, script=FIGURES + LAST_IS_SLOW + SAME_EVERYWHERE)
     for record in records[1:]:
         assert record["drafter/version"] >= 1 and record["drafter/tokens_seen"] > 0
         # Two of three ranks were idle for the time that the third slept, and trained in it.
