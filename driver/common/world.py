@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .errors import UserError
 
@@ -256,13 +257,12 @@ def share_state(
     """
     box = [None]
     if dist.get_rank() == source:
-        state = _each_tensor(state, lambda x: x.detach().to(device).contiguous())
-        box = [_each_tensor(state, lambda x: x.to("meta"))]
+        state = tree_map_only(Tensor, lambda x: x.detach().to(device).contiguous(), state)
+        box = [tree_map_only(Tensor, lambda x: x.to("meta"), state)]
     dist.broadcast_object_list(box, src=source, group=group)
     if dist.get_rank() != source:
-        state = _each_tensor(box[0], lambda x: torch.empty_like(x, device=device))
-    tensors: list[Tensor] = []
-    _each_tensor(state, tensors.append)
+        state = tree_map_only(Tensor, lambda x: torch.empty_like(x, device=device), box[0])
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
@@ -271,16 +271,6 @@ def share_state(
             for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(part.view_as(tensor))
     return state
-
-
-def _each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: _each_tensor(item, change) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_each_tensor(item, change) for item in value)
-    return value
 
 
 def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -32,35 +32,25 @@ def check_temperature(key: str, value: float) -> None:
 class RunConfig(Section, prefix="run."):
     """The run: its folder, its length, its machine, its evaluations and checkpoints."""
 
-    name: str = setting(
-        "", "folder of the run under run.root; empty: the preset's name, numbered where taken"
-    )
+    name: str = setting("", "folder under run.root; empty: the preset's name, numbered where taken")
     root: str = setting("runs", "folder that holds the runs and the kept warm starts")
     seed: int = setting(0, "seed of weights, prompts and noise", low=0, high=2**63 - 1)
     steps: int = setting(30, "updates of the policy", low=0)
     device: str = setting("cpu", "cpu, cuda or cuda:N; several ranks take one card each")
     threads: int = setting(0, "CPU threads; 0: one per core", low=0, high=1024)
-    eval_every: int = setting(
-        10, "steps between held-out evaluations, one after the last step; 0: none at all", low=0
-    )
+    eval_every: int = setting(10, "steps between held-out evaluations; 0: none at all", low=0)
     eval_first: bool = setting(True, "evaluate before the first step, too")
     eval_prompts: int = setting(64, "held-out prompts of an evaluation; 0: no evaluation", low=0)
-    checkpoint_every: int = setting(
-        10, "steps between checkpoints; 0: one, after the last step", low=0
-    )
+    checkpoint_every: int = setting(10, "steps between checkpoints; 0: one at the end", low=0)
     keep_checkpoints: int = setting(2, "newest checkpoints that stay on the disk", low=1)
     resume: bool = setting(False, "continue the run in this folder from its last checkpoint")
-    timeout_s: float = setting(
-        600.0, "several ranks: seconds that one waits for another before the run stops", above=0
-    )
+    timeout_s: float = setting(600.0, "seconds that a rank waits for another one", above=0)
     capture: str = setting(
         "",
         "op:step, such as tree_attention:3: save inputs of this op of `tlt_ext` in this step, for"
         " `python -m profiling.kernels.replay`; empty: none",
     )
-    check_memory: bool = setting(
-        True, "refuse a run on a card that would not hold all responses at full length"
-    )
+    check_memory: bool = setting(True, "refuse a run that a card would not hold at full length")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,9 +140,7 @@ class TaskConfig(Section, prefix="task."):
         "jsonl: the file, one object with question and answer per line; reasoning_gym: the name of"
         " the data set",
     )
-    shots: int = setting(
-        4, "addition, multiplication, jsonl: worked examples before the question", low=0
-    )
+    shots: int = setting(4, "addition, multiplication, jsonl: worked examples in a prompt", low=0)
     difficulty: int = setting(
         1,
         "digits of the numbers: calculator: at most as many; puzzles, addition, multiplication: at"
@@ -172,18 +160,14 @@ class TaskConfig(Section, prefix="task."):
 class RewardConfig(Section, prefix="reward."):
     """Where rewards are computed, and what a response that cannot be scored counts as."""
 
-    workers: int = setting(
-        0, "processes that score responses while the rollout runs; 0: the main process", low=0
-    )
+    workers: int = setting(0, "processes that score responses; 0: the main process", low=0)
     timeout_s: float = setting(
         60.0,
         "seconds to score one response, a worker's start included, or to answer one of its turns",
         above=0,
     )
     on_error: str = setting(
-        "stop",
-        "what a response that cannot be scored does: stop the run, or count as 0",
-        words=("stop", "zero"),
+        "stop", "a response that cannot be scored: stop the run, or count 0", words=("stop", "zero")
     )
 
 
@@ -255,9 +239,7 @@ class EngineConfig(Section, prefix="engine."):
     )
     spec_max_batch: int = setting(16, "most running requests at which a pass speculates", low=0)
     spec_max_rows: int = setting(0, "most rows that a pass verifies; 0: no limit", low=0)
-    prefill_chunk: int = setting(
-        256, "prompt tokens of a prefill pass", low=1, high=MAX_PREFILL_CHUNK
-    )
+    prefill_chunk: int = setting(256, "tokens of a prefill pass", low=1, high=MAX_PREFILL_CHUNK)
     graphs: str = setting(
         "auto",
         "CUDA graphs: off, a launch per pass, or a launch for many passes (loop); auto: the most"
@@ -300,9 +282,7 @@ class BanditConfig(Section, prefix="bandit."):
     epsilon: float = setting(0.1, "beg: probability of a random arm", low=0, high=1)
     window_passes: int = setting(8, "passes that make one reward", low=1)
     buckets: list[int] = setting(
-        [1, 2, 4, 8, 16],
-        "rising batch sizes; each has its own values of the strategies",
-        low=1,
+        [1, 2, 4, 8, 16], "rising batch sizes; each has its own values of the strategies", low=1
     )
     policy: str = setting(
         "beg",
@@ -362,9 +342,7 @@ class SpotConfig(Section, prefix="spot."):
         " recomputes their KV; 0: never",
         low=0,
     )
-    slowdown: float = setting(
-        1.03, "overlapped: largest slowdown of decoding that training may cause", low=1
-    )
+    slowdown: float = setting(1.03, "overlapped: largest slowdown of decoding", low=1)
     lr: float = setting(0.0, "learning rate during RL; 0: drafter.lr", low=0)
     tail_batch: int = setting(8, "most active requests at which training runs", low=1)
     every: int = setting(8, "serial: passes between two micro-steps", low=1)
@@ -374,13 +352,9 @@ class SpotConfig(Section, prefix="spot."):
         0.25, "share of a micro-step taken from long responses of the previous step", low=0, high=1
     )
     final_steps: int = setting(8, "micro-steps after the rollout, before the update", low=0)
-    average: int = setting(
-        64, "micro-steps over which the weights that draft are averaged; 0: no averaging", low=0
-    )
+    average: int = setting(64, "micro-steps averaged for the weights that draft; 0: none", low=0)
     swap_every: int = setting(8, "micro-steps between two versions of the drafter", low=1)
-    checkpoint_every: int = setting(
-        0, "micro-steps between its own checkpoints; 0: with the run's only", low=0
-    )
+    checkpoint_every: int = setting(0, "micro-steps between own checkpoints; 0: the run's", low=0)
 
 
 @dataclass(frozen=True)
@@ -402,9 +376,7 @@ class GrpoConfig(Section, prefix="grpo."):
     warmup_steps: int = setting(0, "steps of linear learning-rate warm-up", low=0)
     clip_low: float = setting(0.2, "the ratio is clipped below at 1 - clip_low", above=0, high=1)
     clip_high: float = setting(
-        0.0,
-        "the ratio is clipped above at 1 + clip_high; 0: the estimator's, 0.28 for dapo, else 0.2",
-        low=0,
+        0.0, "the ratio is clipped above at 1 + clip_high; 0: .28 for dapo, else .2", low=0
     )
     kl_coef: float = setting(
         0.0, "weight of the KL divergence from the initial policy; 0: no reference model", low=0
@@ -420,9 +392,7 @@ class GrpoConfig(Section, prefix="grpo."):
         " the groups that are complete; 0: the update begins after the rollout",
         low=0,
     )
-    checkpointing: bool = setting(
-        False, "recompute each layer in the backward pass: less memory, more time"
-    )
+    checkpointing: bool = setting(False, "recompute layers in the backward pass to save memory")
     offload: str = setting(
         "none",
         "kept in host memory: Adam's moments, or all of float32 weights, gradients and moments,"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module
 from typing import Any
 
 from ..common.errors import UserError
+from ..config.fields import nearest
 from ..config.sections import TaskConfig
 from .base import Prompt, Split, Task
 
@@ -49,7 +49,4 @@ def check_task_name(name: str) -> None:
         UserError: it is neither in `TASKS` nor a task of the user.
     """
     if name not in TASKS and ":" not in name:
-        near = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        names = ", ".join(TASKS)
-        raise UserError(f"task.name={name}: unknown task; {hint}expected one of {names}")
+        raise UserError(f"task.name={name}: unknown task; {nearest(name, TASKS)}")

@@ -476,7 +476,7 @@ def test_repeated_questions_are_in_one_place(tmp_path):
 
 def test_reasoning_gym_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UserError, match=r"pip install 'tlt-ext\[gym\]'"):
+    with pytest.raises(UserError, match="pip install reasoning-gym"):
         make_task("reasoning_gym", path="squares")
     with pytest.raises(UserError, match="task.path: empty"):
         make_task("reasoning_gym")
