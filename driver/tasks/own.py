@@ -88,15 +88,20 @@ def own_task(name: str) -> OwnTask:
         UserError: the module cannot be imported, or the task cannot be created.
     """
     place, _, kind = name.rpartition(":")
+    path = user_path(place).resolve() if place.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise UserError(f"task.name={name}: {path}: no such file")
     try:
-        if place.endswith(".py"):
-            path = user_path(place).resolve()
+        if path is not None:
             if str(path.parent) not in sys.path:  # reward workers import the module by name
                 sys.path.insert(0, str(path.parent))
             place = path.stem
         elif "" not in sys.path:
             sys.path.insert(0, "")
-        return OwnTask(name, getattr(importlib.import_module(place), kind)())
+        module = importlib.import_module(place)
+        if path is not None and Path(module.__file__ or "").resolve() != path:
+            raise UserError(f"task.name={name}: {place} is another module; rename the file")
+        return OwnTask(name, getattr(module, kind)())
     except UserError:
         raise
     except Exception as error:  # code of the user

@@ -96,7 +96,7 @@ def test_text_that_yaml_or_an_interpolation_would_change(tmp_path, text):
 
 
 @settings(
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # each example overwrites the file
 )

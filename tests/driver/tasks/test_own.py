@@ -100,10 +100,13 @@ def test_everything_but_prompt_and_reward_is_optional(parts):
         ("{parts}:Broken", "ValueError: no data; expected module:Class or path/to/file.py:Class"),
         ("{parts}:Other", "AttributeError"),
         ("no_such_module:Task", "ModuleNotFoundError"),
+        ("/no/such.py:Task", "/no/such.py: no such file"),
+        ("{other}:Task", "json is another module; rename the file"),
     ],
 )
-def test_mistakes_are_one_line(parts, name, line):
-    name = name.format(parts=parts)
+def test_mistakes_are_one_line(parts, tmp_path, name, line):
+    (tmp_path / "json.py").touch()
+    name = name.format(parts=parts, other=tmp_path / "json.py")
     with pytest.raises(UserError, match=f"task.name={name}: {line}"):
         make_task(name)
 
