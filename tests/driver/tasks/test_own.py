@@ -1,5 +1,6 @@
 """Tasks of the user, by module or file."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ def test_respond_is_optional_and_may_take_the_answer(parts):
 
 
 @pytest.fixture
-def parts(tmp_path):
+def parts(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "parts_of_a_user", raising=False)  # of another test
     path = tmp_path / "parts_of_a_user.py"
     path.write_text(PARTS)
     return path
