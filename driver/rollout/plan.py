@@ -58,11 +58,13 @@ class GraphCost:
     spec: ModelSpec  # of the target
     loop: bool = True  # the pass is repeated inside its graph
     rejection: bool = False  # learned drafts are verified by rejection
+    shared: bool = False  # by ranks: two exchanges a layer, one for the logits, of two launches
 
     def nodes(self, cell: Cell) -> int:
         """Upper bound of the launches of a pass."""
         strategy, spec = cell.strategy, self.spec
         launches = layer_launches(spec, cell.rows) * spec.num_layers + 8
+        launches += 2 * (2 * spec.num_layers + 1) * self.shared
         launches += strategy.drafting.launches
         if strategy.needs_drafter:
             widest = max(2 * spec.intermediate_size, spec.vocab_size) * spec.hidden_size
@@ -181,7 +183,7 @@ class BucketPlan:
             parse_strategies(engine.strategies),
             buckets,
             max_rows,
-            GraphCost(spec, loop, engine.verify == REJECTION),
+            GraphCost(spec, loop, engine.verify == REJECTION, engine.tensor_parallel > 1),
             engine.graph_mib << 20,
         )
 

@@ -124,4 +124,5 @@ def test_the_memory_model_counts_launches(batch, strategy, nodes):
     """As docs/notes/graphs.md counts them, of 30 layers."""
     cell = Cell(batch, Strategy.parse(strategy))
     assert COST.nodes(cell) == nodes
+    assert GraphCost(SPEC, shared=True).nodes(cell) == nodes + 122  # a fold and its gather
     assert COST.bytes_of(cell) - GraphCost(SPEC, loop=False).bytes_of(cell) == 128 << 10
