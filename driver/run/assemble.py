@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..common.errors import UserError
+from ..common.tensor_parallel import check_group
 from ..config.load import Config
 from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec
@@ -95,6 +96,22 @@ def check_engine(config: Config, spec: ModelSpec, prompt_len: int) -> None:
         raise UserError(
             f"engine.num_pages={engine.num_pages}: one request of {total} tokens needs {needed}"
             f" pages of {engine.page_size}; raise it, or set 0 for the default size"
+        )
+
+
+def check_ranks(config: Config, ranks: int) -> None:
+    """Raises UserError if so many ranks cannot share the prompts and the model of a run."""
+    shared, prompts = config.engine.tensor_parallel, config.grpo.prompts_per_step
+    check_group(ranks, shared)
+    if shared > 1 and config.spot.rebalance:
+        raise UserError(
+            f"engine.tensor_parallel={shared}: its ranks cannot hand over requests; set"
+            " spot.rebalance=0"
+        )
+    if ranks > shared * prompts:
+        raise UserError(
+            f"{ranks} ranks for grpo.prompts_per_step={prompts}: each"
+            f"{f' group of {shared}' if shared > 1 else ''} needs one prompt; raise it or use fewer"
         )
 
 

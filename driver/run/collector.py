@@ -165,7 +165,7 @@ class Collector(RolloutObserver):
         first = self.prompts_drawn
         self.prompts_drawn += count
         prompts = [
-            self._ahead.pop(index, None) or self.task.prompt("train", index)
+            self._ahead.pop(index) if index in self._ahead else self.task.prompt("train", index)
             for index in range(first, first + count)
         ]
         samples = range(self.config.grpo.samples_per_prompt)

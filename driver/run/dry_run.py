@@ -20,7 +20,6 @@ import torch
 
 from ..common.errors import UserError
 from ..common.memory import FLOAT_BYTES
-from ..common.tensor_parallel import check_group
 from ..config.load import Config
 from ..config.options import read_dry_run
 from ..config.strategy import OFF
@@ -31,7 +30,7 @@ from ..policy.trainer import has_own_old_logprobs
 from ..rollout.plan import Cell, GraphCost
 from ..session.load import TOKENIZER_FILES, load_tokenizer
 from ..tasks import make_task
-from .assemble import check_context, check_engine, check_prompts, prompt_encoder
+from .assemble import check_context, check_engine, check_prompts, check_ranks, prompt_encoder
 from .fit import as_words, changed, check_fits, decided, faster, fits, fitting, memory_gb
 from .footprint import RunShape, comparison, policy_spec, table
 
@@ -71,15 +70,8 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     """
     words, own, config = read_dry_run(argv)
     shape = run_shape(config, shape_folder(config), words.ranks[0], words.prompt_tokens)
-    shared = config.engine.tensor_parallel
     for ranks in words.ranks:
-        check_group(ranks, shared)
-    most = shared * config.grpo.prompts_per_step
-    if max(words.ranks) > most:
-        raise UserError(
-            f"ranks={max(words.ranks)}: expected at most {most}, because each rank, or group of"
-            " engine.tensor_parallel, needs one of grpo.prompts_per_step"
-        )
+        check_ranks(config, ranks)
     most = config.sampling.max_new_tokens
     if words.mean_tokens > most:
         raise UserError(

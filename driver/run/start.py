@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ..common.errors import UserError, after_error
 from ..common.stop import StopRequest
 from ..common.storage import user_path
-from ..common.tensor_parallel import TensorParallel, check_group
+from ..common.tensor_parallel import TensorParallel
 from ..common.world import World
 from ..config.load import Config, preset_title
 from ..drafter.checkpoint import DraftCheckpoints
@@ -36,7 +36,7 @@ from ..session.parts import adopt_drafter, build_rollout, drafter_state
 from ..session.session import Session
 from ..tasks import Task, make_task
 from ..tasks.workers import RewardWorkers
-from .assemble import longest_request, prompt_encoder
+from .assemble import check_ranks, longest_request, prompt_encoder
 from .capture import Capture
 from .collector import Collector
 from .dry_run import check_run
@@ -242,13 +242,7 @@ class _Start:
 
 def for_rank(config: Config, world: World) -> Config:
     """The configuration with the settings that depend on the number of ranks."""
-    shared = config.engine.tensor_parallel
-    check_group(world.size, shared)
-    if shared > 1 and config.spot.rebalance:
-        raise UserError(
-            f"engine.tensor_parallel={shared}: its ranks cannot hand over requests; set"
-            " spot.rebalance=0"
-        )
+    check_ranks(config, world.size)
     if world.size == 1:
         if config.spot.mode == "coordinated":
             raise UserError(
@@ -256,13 +250,6 @@ def for_rank(config: Config, world: World) -> Config:
                 " choose serial, overlapped or auto"
             )
         return config
-    groups, prompts = world.size // shared, config.grpo.prompts_per_step
-    if groups > prompts:
-        raise UserError(
-            f"{world.size} ranks for grpo.prompts_per_step={prompts}: each"
-            f"{f' group of {shared}' if shared > 1 else ''} needs one prompt; raise it or lower"
-            " --nproc-per-node"
-        )
     folder = user_path(config.run.root) / (config.run.name or preset_title(config.preset))
     restarted = world.restarts() > 0 and (folder / "config.yaml").exists()  # by torchrun
     run = replace(config.run, device=world.device, resume=config.run.resume or restarted)

@@ -292,9 +292,13 @@ collector.Collector.roll_out = slow
 
 
 PAIRS = """
-from driver.run import start
-alone = start.Coordinator
-start.Coordinator = lambda world, spot: alone(world, spot, min_ranks=2)
+from driver.drafter import coordinator
+train = coordinator.Coordinator._train
+def in_pairs(self, ranks):
+    if len(ranks) > 1:
+        return train(self, ranks)
+    time.sleep(0.05)
+coordinator.Coordinator._train = in_pairs
 """
 
 
