@@ -189,7 +189,10 @@ def main(argv: Sequence[str]) -> None:
     check_out(out)
     saved = drafter_state(checkpoint)
     if saved is None or not saved["version"]:
-        raise UserError(f"drafter={checkpoint}: must be a checkpoint with a trained drafter")
+        raise UserError(
+            f"drafter={checkpoint}: must be a checkpoint with a trained drafter, such as"
+            " runs/tiny/checkpoints/step-000028"
+        )
     run, spec = run_config(checkpoint, options), ModelSpec.from_folder(checkpoint)
     unseen = options.unseen or next(name for name in UNSEEN if name != run.task.name)
     options = replace(options, unseen=unseen)
