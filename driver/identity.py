@@ -149,7 +149,8 @@ class Identity:
             )
             lines += [f"    first divergence: {text}" for text in arm.divergences]
         lines.append(f"preemptions: {sum(arm.stats.preemptions for arm in self.arms)}")
-        return "\n".join([*lines, *(f"{a.name}: {a.interruptions}" for a in self.arms[-1:])])
+        happened = ", ".join(f"{n} {what}" for what, n in self.arms[-1].interruptions.items())
+        return "\n".join([*lines, f"{self.arms[-1].name}: {happened}"])
 
 
 def _report(line: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +22,7 @@ from ..rollout.request import Request, Response, SamplingParams, request_id
 from ..rollout.stats import RolloutStats
 from ..session import Session
 from ..session.parts import Rollout
-from .interrupted import Interruptions, answer, by_turns, interrupted, with_turn_limits
+from .interrupted import answer, by_turns, interrupted, with_turn_limits
 
 MIXED, PREEMPT, ARRIVALS = "mixed", "preempt", "arrivals"
 SHOWN = 5  # divergences of an arm that are described
@@ -58,7 +59,7 @@ class Arm:
     seconds: float = 0.0
     stats: RolloutStats = field(default_factory=RolloutStats)
     divergences: list[str] = field(default_factory=list)
-    interruptions: Interruptions = field(default_factory=Interruptions)
+    interruptions: Counter[str] = field(default_factory=Counter)
 
     @property
     def strategy(self) -> Strategy | None:
@@ -144,40 +145,32 @@ def train_drafter(spot: SpotTrainer, steps: int) -> None:
     spot.swap()
 
 
+@dataclass
 class Comparison:
     """Rounds of the same requests through `off` and every arm.
-
-    Args:
-        rollout: the engine, with enough rows and pages for every arm.
-        arms: the ways to decode that are compared to `off`.
-        requests: index of a round -> its requests.
-        learn: called after the first round of `off`, which is recorded.
 
     Raises:
         UserError: the engine verifies by rejection.
     """
 
-    def __init__(
-        self,
-        rollout: Rollout,
-        arms: Sequence[Arm],
-        requests: Callable[[int], list[Request]],
-        learn: Callable[[], None],
-        seed: int,
-    ) -> None:
-        verify = rollout.engine.config.verify
+    rollout: Rollout  # with enough rows and pages for every arm
+    arms: list[Arm]
+    requests: Callable[[int], list[Request]]  # of a round, by its index
+    learn: Callable[[], None]  # called after the first round of `off`, which is recorded
+    seed: int
+
+    def __post_init__(self) -> None:
+        verify = self.rollout.engine.config.verify
         if verify != SHARED:
             raise UserError(
                 f"engine.verify={verify}: its tokens have the distribution of plain decoding's but"
                 f" differ from them; compare tokens with engine.verify={SHARED}"
             )
-        self.rollout, self.arms = rollout, list(arms)
-        self.requests, self.learn, self.seed = requests, learn, seed
         self.off = Arm(str(OFF))
         self.rounds = 0
-        drafted = [arm.strategy for arm in arms]
+        drafted = [arm.strategy for arm in self.arms]
         self._menu = [OFF, *(s for s in drafted if s is not None and s.drafting is not ORACLE)]
-        self._random = random.Random(seed)
+        self._random = random.Random(self.seed)
 
     def run(
         self,
@@ -239,7 +232,7 @@ class Comparison:
         finally:
             engine.observer = observer
         arm.seconds += time.perf_counter() - started
-        arm.interruptions = arm.interruptions + count
+        arm.interruptions.update(count)
         return out
 
     def _generate(self, arm: Arm, requests: list[Request], record: bool = False) -> list[Response]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..rollout.request import Request, Response, RunningRequest
 from ..session import Session
@@ -18,23 +19,6 @@ TURN_LIMITS = 0, 0, 24  # tokens of a turn, for requests in turn; 0: no limit
 MAX_LATENCY_S = 0.02  # of a tool, and between two actions of the client
 ABORT_RATE = 0.3  # of the actions
 ABORTS = 1  # of a request on average, at most; with more a large batch would stay small
-
-
-@dataclass
-class Interruptions:
-    """What happened to the requests of a rollout, besides decoding."""
-
-    late: int = 0  # requests submitted while others ran
-    aborts: int = 0
-    answers: int = 0
-
-    def __add__(self, other: Interruptions) -> Interruptions:
-        return Interruptions(
-            self.late + other.late, self.aborts + other.aborts, self.answers + other.answers
-        )
-
-    def __str__(self) -> str:
-        return f"{self.late} late arrivals, {self.aborts} aborts, {self.answers} answers"
 
 
 def with_turn_limits(requests: Sequence[Request]) -> list[Request]:
@@ -82,15 +66,17 @@ def by_turns(
 
 def interrupted(
     session: Session, requests: Sequence[Request], tool: OnEnd, draw: random.Random
-) -> tuple[list[Response], Interruptions]:
+) -> tuple[list[Response], Counter[str]]:
     """The responses of a session whose client submits, aborts and resumes at random.
 
     `draw` chooses what happens; the time at which it happens is not repeatable.
 
     Returns:
-        Responses in the order of the requests, and what happened.
+        Responses in the order of the requests; numbers of requests submitted `late`, while others
+        ran, of `aborts` and of `answers`.
     """
-    waiting, count = draw.sample(list(requests), len(requests)), Interruptions()
+    waiting = draw.sample(list(requests), len(requests))
+    count = Counter({"late": 0, "aborts": 0, "answers": 0})
     most = max(3, session.engine.config.max_batch // 8)  # fills a large batch, too
     running: dict[Future[Response], Request] = {}
     done: dict[int, Response] = {}
@@ -98,18 +84,18 @@ def interrupted(
     def slow_tool(state: RunningRequest) -> Sequence[int] | None:
         ids = tool(state)
         time.sleep(MAX_LATENCY_S * random.random())
-        count.answers += ids is not None
+        count["answers"] += ids is not None
         return ids
 
     while waiting or running:
         for _ in range(min(len(waiting), draw.randint(0, most))):
-            count.late += bool(running)
+            count["late"] += bool(running)
             request = waiting.pop()
             running[session.submit(request, on_end=slow_tool)] = request
         time.sleep(MAX_LATENCY_S * draw.random())
-        if count.aborts < ABORTS * len(requests) and draw.random() < ABORT_RATE:
+        if count["aborts"] < ABORTS * len(requests) and draw.random() < ABORT_RATE:
             ids = sorted(request.id for request in running.values())
-            count.aborts += len(session.abort(draw.sample(ids, -(-len(ids) // 3))))
+            count["aborts"] += len(session.abort(draw.sample(ids, -(-len(ids) // 3))))
         for future in [future for future in running if future.done()]:
             request, response = running.pop(future), future.result()
             if response.finish == "abort":

@@ -17,7 +17,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from driver.config.strategy import OFF, ORACLE
 from driver.run.comparison import ARRIVALS, Arm, Comparison, sibling_requests, train_drafter
@@ -123,7 +123,7 @@ def report(bench: Bench, subject: Subject, arms: Sequence[Arm]) -> None:
             passes=arm.stats.target_passes,
             speculative_passes=arm.stats.spec_passes,
             tokens_per_s=round(arm.tokens / arm.seconds),
-            **(asdict(arm.interruptions) if arm.name == ARRIVALS else {}),
+            **(arm.interruptions if arm.name == ARRIVALS else {}),
         )
         for line in arm.divergences:
             say(f"  first divergence: {line}")
