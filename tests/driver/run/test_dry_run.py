@@ -312,21 +312,15 @@ def test_the_settings_that_fit_and_cost_least_are_found(seven_b, words, limit_gb
 
 def test_ranks_that_cannot_hold_the_engine_are_told_to_share_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
-    lines = []
-    words = ["preset=7b", f"model.path={tmp_path}", "ranks=8", "memory_gb=141"]
-    with pytest.raises(UserError, match="it fits with .*engine.tensor_parallel=2"):
+    lines, least = [], ["engine.max_batch=1", "grpo.offload=all", "engine.free_in_update=true"]
+    words = ["preset=7b", f"model.path={tmp_path}", *least, "ranks=8", "memory_gb=141"]
+    with pytest.raises(UserError, match="it fits with engine.tensor_parallel=2;"):
         dry_run.dry_run(words, lines.append)
-    assert lines[-2] == "fits 141 GB:"
-    command = lines[-1].split()
-    assert command[:5] == ["torchrun", "--standalone", "--nproc-per-node", "8", "-m"]
-    assert "engine.tensor_parallel=2" in command
-    dry_run.dry_run([*command[6:], *words[2:]], lines.append)
-    for other, remedy in (
-        ("ranks=7", "use more ranks;"),  # no groups
-        ("spot.rebalance=2", "use more ranks;"),  # which groups refuse
-        ("task.name=calculator", "use more ranks;"),
-    ):
-        with pytest.raises(UserError, match=remedy):
+    start = f"  torchrun --standalone --nproc-per-node 8 -m driver.train {' '.join(words[:-2])}"
+    assert lines[-2:] == ["fits 141 GB:", f"{start} engine.tensor_parallel=2"]
+    dry_run.dry_run([*words, "engine.tensor_parallel=2"], lines.append)
+    for other in ("spot.rebalance=2", "task.name=calculator"):  # which groups refuse
+        with pytest.raises(UserError, match="use more ranks;"):
             dry_run.dry_run([*words, other], lines.append)
 
 
