@@ -70,7 +70,7 @@ def options(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def comparison(subject: Subject, arms: Sequence[Arm], size: Size, *, train: bool) -> Comparison:
+def comparison(subject: Subject, arms: list[Arm], size: Size, *, train: bool) -> Comparison:
     """A comparison in an engine with room for every arm.
 
     Args:
@@ -108,7 +108,7 @@ def comparison(subject: Subject, arms: Sequence[Arm], size: Size, *, train: bool
     )
 
 
-def report(bench: Bench, subject: Subject, arms: Sequence[Arm]) -> None:
+def report(bench: Bench, subject: Subject, arms: list[Arm]) -> None:
     """A row for each arm."""
     for arm in arms:
         case = f"{subject.name} {arm.name}"
