@@ -9,6 +9,7 @@ of the same pages.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,38 +30,27 @@ from .tree import NodeStore, Tree
 CATCH_UP_ROWS = 4096  # entries written at once outside of passes
 
 
+@dataclass(eq=False)
 class DraftRunner:
-    """Drafts trees with a learned one-layer model; its KV is computed from recorded features.
+    """Drafts trees with a learned one-layer model; its KV is computed from recorded features."""
 
-    Args:
-        spec, target: the drafter's shape; the policy, whose embedding and head are read.
-        cache: of the engine, with the recorded features.
-        seed: of the keyed noise.
-        score_temperature: how drafted nodes are ranked (`tlt_ext.expand_tree`); at 0 by cumulative
-            log-probability, without the noise (`docs/notes/drafter.md` has accept lengths).
+    spec: DraftSpec
+    target: TargetModel  # its embedding and its head are read
+    cache: KvCache  # of the engine, with the recorded features
+    seed: int  # of the keyed noise
+    # How drafted nodes are ranked (`tlt_ext.expand_tree`); at 0 by cumulative log-probability,
+    # without the noise (`docs/notes/drafter.md` has accept lengths).
+    score_temperature: float = 1.0
 
-    Attributes:
-        version: of the weights; 0: none were loaded.
-        late_rows: entries written outside of passes.
-    """
-
-    def __init__(
-        self,
-        spec: DraftSpec,
-        target: TargetModel,
-        cache: KvCache,
-        seed: int,
-        score_temperature: float = 1.0,
-    ) -> None:
-        self.spec, self.target, self.cache, self.seed = spec, target, cache, seed
-        self.score_temperature = score_temperature
-        self.version = 0
+    def __post_init__(self) -> None:
+        spec, cache = self.spec, self.cache
+        self.version = 0  # of the weights; 0: none were loaded
         pages, page_size = cache.k.shape[1:3]
         shape = (pages, page_size, spec.num_kv_heads, spec.head_dim)
         self.k, self.v = (cache.memory.zeros(*shape, dtype=cache.k.dtype) for _ in range(2))
         self.d2t = torch.zeros(spec.draft_vocab, dtype=torch.int32, device=cache.k.device)
         self.weights: dict[str, Tensor] = {}
-        self.late_rows = 0
+        self.late_rows = 0  # entries written outside of passes
         # Up to this many rows all attend: on a GPU a launch costs more than a few rows.
         self.few_rows = 16 if self.k.is_cuda else 0
         self._drafts: dict[tuple[int, Strategy], Levels] = {}

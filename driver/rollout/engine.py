@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -47,34 +48,23 @@ if TYPE_CHECKING:
 RING_PASSES = 128  # twice the longest burst: one is read while the next runs
 
 
+@dataclass(eq=False)
 class RolloutEngine:
-    """Generates responses to requests, which may arrive while others run.
+    """Generates responses to requests, which may arrive while others run."""
 
-    Args:
-        proposers: by strategy kind.
-        observer: of rollouts that are recorded; the spot trainer.
+    model: TargetModel  # the engine never writes its weights
+    cache: KvCache
+    config: EngineConfig
+    bandit: Bandit  # chooses the strategy of each burst
+    proposers: dict[str, Proposer]  # by strategy kind
+    seed: int  # of the keyed noise
+    observer: RolloutObserver | None = None  # of rollouts that are recorded; the spot trainer
 
-    Attributes:
-        target_version: of the policy, written into responses.
-        page_limit: use only this many pages (tests of preemption).
-        stats: of the last rollout.
-    """
-
-    def __init__(
-        self,
-        model: TargetModel,
-        cache: KvCache,
-        config: EngineConfig,
-        bandit: Bandit,
-        proposers: dict[str, Proposer],
-        seed: int,
-        observer: RolloutObserver | None = None,
-    ) -> None:
-        self.model, self.cache, self.config = model, cache, config
-        self.bandit, self.proposers, self.observer = bandit, proposers, observer
-        self.target_version = 0
-        self.page_limit: int | None = None
-        self.stats = RolloutStats()
+    def __post_init__(self) -> None:
+        model, cache, config = self.model, self.cache, self.config
+        self.target_version = 0  # of the policy, written into responses
+        self.page_limit: int | None = None  # use only this many pages (tests of preemption)
+        self.stats = RolloutStats()  # of the last rollout
         self.spans = Spans("rollout")
         self.spec_max_rows = config.spec_max_rows or model.max_rows
         self.prefill = Prefill(model, cache, config.prefill_chunk)
@@ -87,11 +77,17 @@ class RolloutEngine:
             RING_PASSES, config.max_batch, MAX_EMITTED, pinned=device.type == "cuda"
         )
         self.program = PassProgram(
-            model, cache, self.state, self.ring, proposers, seed, self.spans, config.verify
+            model,
+            cache,
+            self.state,
+            self.ring,
+            self.proposers,
+            self.seed,
+            self.spans,
+            config.verify,
         )
-        graphs = build_graphs(
-            config, bandit.config.buckets, self.spec_max_rows, self.program, self.state, self.ring
-        )
+        rows, buckets = self.spec_max_rows, self.bandit.config.buckets
+        graphs = build_graphs(config, buckets, rows, self.program, self.state, self.ring)
         self.runner = PassRunner(self.program, self.state, self.ring, graphs)
 
     def generate(

@@ -84,19 +84,20 @@ class Burst:
         return np.arange(self.begin, self.end) % self.ring.passes
 
 
+@dataclass
 class PassRunner:
     """Launches passes, as graphs if there are any, else op by op."""
 
-    def __init__(
-        self,
-        program: PassProgram,
-        state: BatchState,
-        ring: tlt_ext.PassRing,
-        graphs: PassGraphs | None = None,
-    ) -> None:
-        self.program, self.state, self.ring, self.graphs = program, state, ring, graphs
-        self.longest = ring.passes // 2  # the other half is read during the next burst
-        self.bypass_graphs = False  # launch op by op although there are graphs
+    program: PassProgram
+    state: BatchState
+    ring: tlt_ext.PassRing
+    graphs: PassGraphs | None = None
+    bypass_graphs: bool = False  # launch op by op although there are graphs
+
+    @property
+    def longest(self) -> int:
+        """Passes of the longest burst; the other half of the ring is read during the next one."""
+        return self.ring.passes // 2
 
     def prepare(self) -> None:
         """Captures the graphs that can be captured; no request may run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from ..common.errors import UserError
 from ..config.strategy import Strategy
@@ -13,44 +14,31 @@ from .request import Emitted, Request, RunningRequest
 FREE_SHARE = 1 / 8  # of the running requests that finish before waiting ones are admitted
 
 
+@dataclass(eq=False)
 class Scheduler:
-    """Continuous batching: requests wait, run, and may pause while a tool answers their last turn.
+    """Continuous batching: requests wait, run, and may pause while a tool answers a turn."""
 
-    Args:
-        max_batch: largest number of running requests.
-        max_len: largest number of tokens of a request, prompt included.
-        spec_max_batch: largest batch that may speculate.
-        on_release: called with each finished request before its pages are freed. Pages are then
-            freed by `release`, or when they are needed; without it, as soon as a request finishes.
+    pool: PagePool
+    page_size: int
+    max_batch: int  # largest number of running requests
+    max_len: int  # largest number of tokens of a request, prompt included
+    spec_max_batch: int = 0  # largest batch that may speculate
+    # Called with each finished request before its pages are freed. Pages are then freed by
+    # `release`, or when they are needed; without it, as soon as a request finishes.
+    on_release: Callable[[RunningRequest], None] | None = None
 
-    Attributes:
-        paused: finished turns that a tool may continue; they hold pages while there are enough.
-        adopted: requests begun by another engine.
-        prompt_tokens: of each prompt once, to be prefilled.
-    """
-
-    def __init__(
-        self,
-        pool: PagePool,
-        page_size: int,
-        max_batch: int,
-        max_len: int,
-        spec_max_batch: int = 0,
-        on_release: Callable[[RunningRequest], None] | None = None,
-    ) -> None:
-        self.pool, self.page_size = pool, page_size
-        self.max_batch, self.max_len = max_batch, max_len
-        self.spec_max_batch, self.on_release = spec_max_batch, on_release
+    def __post_init__(self) -> None:
         self.waiting: deque[RunningRequest] = deque()
         self.running: list[RunningRequest] = []
+        # Finished turns that a tool may continue; they hold pages while there are enough.
         self.paused: list[RunningRequest] = []
-        self.adopted: list[RunningRequest] = []
-        self.preemptions = self.prompt_tokens = 0
+        self.adopted: list[RunningRequest] = []  # begun by another engine
+        self.preemptions = self.num_finished = 0
+        self.prompt_tokens = 0  # of each prompt once, to be prefilled
         self._prompts: set[int] = set()  # hashes of those counted
-        self.num_finished = 0
         self.statuses: list[int] = []  # status words of finished requests that are not 0
         self._finished: list[RunningRequest] = []  # hold pages until `release`
-        self.prefixes = PrefixCache(pool, page_size)
+        self.prefixes = PrefixCache(self.pool, self.page_size)
 
     @property
     def active(self) -> int:

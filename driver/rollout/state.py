@@ -104,30 +104,23 @@ class Batch:
         )
 
 
+@dataclass(eq=False)
 class BatchState:
-    """Static arrays over `max_batch` rows.
+    """Static arrays over `max_batch` rows."""
 
-    Args:
-        max_pages: largest number of pages of a request, rows in flight included.
-        draft_temperature: of learned drafts, relative to that of the request.
-    """
+    max_batch: int
+    max_pages: int  # largest number of pages of a request, rows in flight included
+    page_size: int
+    store: TokenStore
+    device: torch.device
+    draft_temperature: float = DRAFT_TEMPERATURE  # relative to that of the request
 
-    def __init__(
-        self,
-        max_batch: int,
-        max_pages: int,
-        page_size: int,
-        store: TokenStore,
-        device: torch.device,
-        draft_temperature: float = DRAFT_TEMPERATURE,
-    ) -> None:
-        self.draft_temperature = draft_temperature
-        self.max_batch, self.page_size, self.store = max_batch, page_size, store
-        self.device = device
+    def __post_init__(self) -> None:
+        max_batch = self.max_batch
         self.running: list[RunningRequest] = []
         # One array: everything except the block table is uploaded by one copy.
         self._host, self._words = self._mirrored(max_batch * sum(_WORDS))
-        self._host_table, self.block_table = self._mirrored(max_batch, max_pages)
+        self._host_table, self.block_table = self._mirrored(max_batch, self.max_pages)
         self._table = self._host_table.numpy()
         self._host_arrays = self._split(self._host)
         self._columns = {n: column.numpy() for n, column in self._host_arrays.items()}
@@ -139,7 +132,7 @@ class BatchState:
         for name in ("num_emitted", "finish"):
             self._arrays[name] = self._zeros(max_batch)
         self._no_parent = self._zeros(max_batch) - 1
-        self._count_up = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
+        self._count_up = torch.arange(max_batch + 1, dtype=torch.int32, device=self.device)
         self.control = self._zeros(CONTROL_WORDS)
         # Contents of the rows, so that only changes are written.
         self._assigned: list[tuple[RunningRequest, int] | None] = [None] * max_batch
