@@ -22,20 +22,15 @@ from .trainer import SpotTrainer
 POLL_S = 0.002
 KEPT_GROUPS = 16  # across steps; their channels take GPU memory
 WAITS, TRAINS = "the wait for the last rank", "drafter training"  # phases
-BUSY, IDLE, TRAINING, UPDATE = "busy", "idle", "training", "update"
 
 
 class Coordinator:
-    """One rank's part in the training of each step.
-
-    Attributes:
-        changes: (wall clock, state from then on) of the step.
-    """
+    """One rank's part in the training of each step."""
 
     def __init__(self, world: World, spot: SpotTrainer) -> None:
         assert world.store is not None
         self.world, self.store, self.spot = world, world.store, spot
-        self.changes: list[tuple[float, str]] = []
+        self.trained_s = 0.0  # seconds of training of this rank in the step
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._round, self._idle_since = "", 0.0
         self._shared_steps = 0  # micro-steps whose result every rank has
@@ -45,15 +40,8 @@ class Coordinator:
         self._round = f"{step}.{refill}"
         self._idle_since = 0.0
         if refill == 0:
-            self.changes = []
+            self.trained_s = 0.0
         self._drop_groups()
-        self._enter(BUSY)
-
-    @property
-    def trained_s(self) -> float:
-        """Seconds of training of this rank in the step."""
-        spans = zip(self.changes, self.changes[1:], strict=False)
-        return sum(end - begin for (begin, state), (end, _) in spans if state == TRAINING)
 
     def finished(self) -> None:
         """Trains with the other idle ranks until all ranks have finished their rollouts.
@@ -63,14 +51,12 @@ class Coordinator:
         Raises:
             UserError: a rank was lost.
         """
-        self._enter(IDLE)
         self.world.enter(WAITS)
         self._idle_since = time.monotonic()
         first = self.store.add(self._key("finished"), 1) == 1
         self.store.set(self._key(f"idle/{self.world.rank}"), "1")
         with self.world.collective():
             leader = self._lead() if first else self._follow()
-        self._enter(IDLE)
         steps = self.world.gather(self.spot.steps)
         if max(steps) != self._shared_steps:
             # A leader whose own steps failed is behind the ranks that it led.
@@ -80,7 +66,6 @@ class Coordinator:
             with self.world.collective():
                 self._share_drafter(source, None)
         self._shared_steps = self.spot.steps
-        self._enter(UPDATE)
 
     # ---- leader and followers -------------------------------------------------------------------
 
@@ -116,17 +101,17 @@ class Coordinator:
 
     def _train(self, ranks: list[int]) -> None:
         """Makes micro-steps until the leader, the first rank of the group, ends it."""
-        self._enter(TRAINING)
         self.world.enter(TRAINS)
         self.world.beat()
         group = self._group(ranks)
-        if len(ranks) > 1:
-            self._share_drafter(ranks[0], group)
-        leads, ended = self.world.rank == ranks[0], False
-        while not ended:
-            stop = leads and (self._all_finished() or len(self._idle()) > len(ranks))
-            ended = self._micro_step(stop, group)
-        self._enter(IDLE)
+        with self.spot.spans("train", ranks=len(ranks)) as span:
+            if len(ranks) > 1:
+                self._share_drafter(ranks[0], group)
+            leads, ended = self.world.rank == ranks[0], False
+            while not ended:
+                stop = leads and (self._all_finished() or len(self._idle()) > len(ranks))
+                ended = self._micro_step(stop, group)
+        self.trained_s += span.seconds
         self.world.enter(WAITS)
 
     def _micro_step(self, stop: bool, group: dist.ProcessGroup | None) -> bool:
@@ -199,6 +184,3 @@ class Coordinator:
 
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"
-
-    def _enter(self, state: str) -> None:
-        self.changes.append((time.time(), state))

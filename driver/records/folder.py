@@ -180,23 +180,6 @@ class RunFolder:
                     " restore them, or start a run with another name"
                 )
 
-    def write_ranks(self, states: Sequence[Sequence[tuple[float, str]]]) -> None:
-        """Replaces `ranks.json`: rank -> [[seconds since the first entry, state from then on]].
-
-        Args:
-            states: of each rank, by the wall clock.
-        """
-        start = min(at for rank in states for at, _ in rank)
-        relative = {
-            str(rank): [[round(at - start, 4), state] for at, state in changes]
-            for rank, changes in enumerate(states)
-        }
-        write_text(self.path / "ranks.json", json.dumps(relative))
-
-    def rank_states(self) -> dict[str, list[tuple[float, str]]]:
-        """The contents of `ranks.json`."""
-        return json.loads((self.path / "ranks.json").read_text(encoding="utf-8"))
-
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replaces `summary.json`; NaN and infinities become null."""
         write_text(self.path / "summary.json", json.dumps(_json_safe(summary), indent=2) + "\n")

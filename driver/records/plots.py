@@ -31,9 +31,6 @@ MAX_MARKERS = 100  # of a curve
 WHOLE = ("step", "responses", "active requests")  # axes of integers
 
 _BLUE, _ORANGE, _GREY = "#2563ab", "#d1641b", "#8a8f98"
-# States of a rank (driver/drafter/coordinator.py).
-RANK_COLORS = {"busy": _BLUE, "idle": "#dfe2e6", "training": _ORANGE, "update": "#9db0a3"}
-RANK_NAMES = {"busy": "rollout", "idle": "idle", "training": "drafter training", "update": "update"}
 # Colours of the phases of a step, in order, and of the rest.
 PHASE_COLORS = ("#2563ab", "#9cc9ea", "#f2c48d", "#d1641b", "#4f9d69", "#7a5ea8", "#c9ccd1")
 
@@ -118,24 +115,6 @@ def plot_step_times(records: Records) -> Figure:
                 label = f"{name} {sum(seconds) / whole:.0%}"
                 axes.bar(left, height, widths, below, color=color, align="edge", label=label)
             below += height
-    return _finished(figure, axes, below=True)
-
-
-def plot_ranks(states: Mapping[str, Sequence[tuple[float, str]]]) -> Figure:
-    """What each rank did, from `ranks.json`: rank -> (seconds, state from then on)."""
-    figure, axes = new_figure("What each rank did", "seconds since the first rollout", "rank")
-    for rank, changes in states.items():
-        for (begin, state), (end, _) in zip(changes, changes[1:], strict=False):
-            axes.barh(int(rank), end - begin, left=begin, height=0.7, color=RANK_COLORS[state])
-    seen = {state for changes in states.values() for _, state in changes[:-1]}
-    for state, color in RANK_COLORS.items():
-        if state in seen:
-            axes.barh(0, 0, color=color, label=RANK_NAMES[state])
-    if seen:
-        axes.set_yticks([int(rank) for rank in states])
-        axes.set_xlim(0, max(changes[-1][0] for changes in states.values() if changes))
-        axes.invert_yaxis()
-        axes.grid(visible=False, axis="y")
     return _finished(figure, axes, below=True)
 
 

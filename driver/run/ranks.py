@@ -11,15 +11,10 @@ RANKS_SHOWN = 8  # up to this number, each rank has separate metrics
 
 
 class RankTimes:
-    """How long each rank rolls out, and what it does afterwards.
-
-    Attributes:
-        states: of each rank, (wall clock, state from then on) since the run started.
-    """
+    """How long each rank rolls out, and trains the drafter afterwards."""
 
     def __init__(self, world: World, coordinator: Coordinator | None) -> None:
         self.world, self.coordinator = world, coordinator
-        self.states: list[list[tuple[float, str]]] = []
         self.start()
 
     def start(self) -> None:
@@ -43,9 +38,8 @@ class RankTimes:
             "ranks/count": float(self.world.size),
             "ranks/idle_share": sum(idle) / max(longest * self.world.size, 1e-9),
         }
-        mine = [] if self.coordinator is None else self.coordinator.changes
         trained_s = 0.0 if self.coordinator is None else self.coordinator.trained_s
-        gathered = self.world.gather((peak_gb, trained_s, mine))
+        gathered = self.world.gather((peak_gb, trained_s))
         memory = {rank: part[0] for rank, part in enumerate(gathered) if part[0] is not None}
         if len(memory) == self.world.size:
             out["ranks/max_memory_allocated_gb"] = max(memory.values())
@@ -58,6 +52,4 @@ class RankTimes:
             # Training after the last rank has finished does not use the bubble.
             trained = map(min, (part[1] for part in gathered), idle)
             out["ranks/bubble_used_share"] = sum(trained) / max(sum(idle), 1e-9)
-            states = self.states or [[] for _ in gathered]
-            self.states = [a + b for a, (_, _, b) in zip(states, gathered, strict=True)]
         return out

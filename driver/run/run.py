@@ -252,8 +252,6 @@ class Run:
                 self.saved_step = self.step
             if self.folder is not None:
                 self.phases.timeline.write(self.folder.path / "trace.json", timelines[1:])
-                if self.collector.ranks.states:
-                    self.folder.write_ranks(self.collector.ranks.states)
 
     def prepare_checkpoint(self) -> None:
         """Starts to allocate host memory for copies of the state, unless it has to be gathered."""

@@ -88,8 +88,6 @@ def write_plots(run: Run) -> None:
     if run.lengths:  # a run resumed at its end keeps the figures of its last rollout
         figures["lengths"] = plots.plot_lengths(run.lengths, run.config.sampling.max_new_tokens)
         figures["active"] = plots.plot_active(run.trace)
-    if run.collector.ranks.states:
-        figures["ranks"] = plots.plot_ranks(folder.rank_states())
     for name, figure in figures.items():
         plots.save(figure, folder.path / "plots" / f"{name}.png")
 

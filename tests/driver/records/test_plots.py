@@ -19,10 +19,6 @@ TIMES = [
     {"step": step, "timing_s/gen": 2.0 / step, "timing_s/update_actor": 0.5, "timing_s/step": 3.0}
     for step in range(1, 9)
 ]
-RANKS = {
-    "0": [(0.0, "busy"), (1.0, "training"), (3.0, "update"), (3.5, "busy")],
-    "1": [(0.0, "busy"), (3.0, "update"), (3.5, "busy")],
-}
 
 
 def pixels(path):
@@ -44,7 +40,6 @@ def count(image, color):
         (plots.plot_step_times, (TIMES,), ([{"step": 0}],)),
         (plots.plot_lengths, ([3, 5, 40, 64], 64), ([], 64)),
         (plots.plot_active, (PASSES,), ([],)),
-        (plots.plot_ranks, (RANKS,), ({"0": [(0.0, "busy")]},)),
     ],
 )
 def test_figures_show_their_data_and_say_when_there_is_none(tmp_path, draw, drawn, nothing):
