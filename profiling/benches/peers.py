@@ -1,4 +1,4 @@
-"""Beside vLLM: the same weights, prompts and lengths in both engines, on one card, by turns.
+"""Beside vLLM: the same weights, prompts and lengths in both engines, on one card, alternately.
 
 `smollm2`: plain decoding and speculation of the warmed policy by batch, the trace of `rollout`, and
 the rollout of a GRPO step, all with the drafter of the warm start; and the trace with our drafter

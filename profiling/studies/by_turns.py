@@ -1,4 +1,4 @@
-"""The same requests in our engine and in others by turns: wall times, accept lengths, tokens."""
+"""The same requests in our engine and in others, alternately: times, accept lengths, tokens."""
 
 from __future__ import annotations
 
