@@ -71,7 +71,7 @@ def test_a_signal_saves_the_last_whole_step(unbroken, tmp_path, monkeypatch, num
     assert rolled_out(tmp_path / "it") == rolled_out(unbroken.folder.path)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])  # three imports
 def test_a_process_that_gets_sigterm_saves_and_says_so(tmp_path, ranks):
     """The real command, and the same under torchrun, which passes the signal on to its ranks."""
     words = [*WORDS, f"run.root={tmp_path}", "run.name=it", "run.steps=1000"]
