@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,39 +92,29 @@ def build_graphs(
     return PassGraphs(plan, program, state, ring, loop, config.graph_mib << 20)
 
 
+@dataclass(eq=False)
 class PassGraphs:
     """The graphs of a plan, each captured when its strategy can first run.
 
     A graph holds addresses of static arrays and weights, all of which are updated in place. So it
     stays valid over batches, steps, and updates of policy and drafter.
-
-    Args:
-        loop: repeat the pass inside its graph, so that a burst is one launch; otherwise the host
-            launches each pass.
-        budget_bytes: for the executables; 0 = no limit.
-
-    Attributes:
-        failed: why nothing more is captured; empty: nothing failed.
-        step_s: seconds of a pass, measured on inert rows right after capture.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        program: PassProgram,
-        state: BatchState,
-        ring: tlt_ext.PassRing,
-        loop: bool,
-        budget_bytes: int = 0,
-    ) -> None:
-        self.plan, self.program, self.state, self.ring = plan, program, state, ring
-        self.loop, self.budget_bytes = loop, budget_bytes
-        self.failed = ""
+    plan: BucketPlan
+    program: PassProgram
+    state: BatchState
+    ring: tlt_ext.PassRing
+    loop: bool  # a burst is one launch of a repeated pass; otherwise the host launches each
+    budget_bytes: int = 0  # for the executables; 0 = no limit
+
+    def __post_init__(self) -> None:
+        self.failed = ""  # why nothing more is captured; empty: nothing failed
         self.capture_s = 0.0
         self._tried: set[Cell] = set()
-        self.step_s: dict[Cell, float] = {}
-        self._pool = tlt_ext.GraphPool(state.device.index or 0, budget_bytes=budget_bytes)
-        self._stream = torch.cuda.Stream(state.device)
+        self.step_s: dict[Cell, float] = {}  # of a pass, on inert rows right after capture
+        device, budget = self.state.device, self.budget_bytes
+        self._pool = tlt_ext.GraphPool(device.index or 0, budget_bytes=budget)
+        self._stream = torch.cuda.Stream(device)
         self._memory = torch.cuda.graph_pool_handle()  # of temporaries, shared by all graphs
         # The graphs in the pool; as torch's objects they keep the memory of the temporaries.
         self._captured: dict[Cell, torch.cuda.CUDAGraph] = {}

@@ -16,7 +16,7 @@ from .state import Batch, BatchState
 from .tree import Tree
 
 
-@dataclass
+@dataclass(eq=False)
 class PassProgram:
     """Drafts, verifies, commits and advances a batch by one pass.
 

@@ -84,7 +84,7 @@ class Burst:
         return np.arange(self.begin, self.end) % self.ring.passes
 
 
-@dataclass
+@dataclass(eq=False)
 class PassRunner:
     """Launches passes, as graphs if there are any, else op by op."""
 
