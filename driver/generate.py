@@ -22,7 +22,7 @@ from .config.strategy import OFF, Strategy
 from .model.prompts import PromptEncoder
 from .rollout.request import Request, Response, SamplingParams, request_id
 from .session.load import find_model, load_policy, spec_of
-from .session.parts import Rollout, adopt_drafter, build_rollout, drafter_state
+from .session.parts import adopt_drafter, build_rollout, drafter_state
 
 WARM_SAMPLES = 8  # responses that a new drafter is trained on
 
@@ -68,7 +68,7 @@ class Generator:
         if state is not None:
             size = len(state["drafter"]["d2t"])
             config = replace(config, drafter=replace(config.drafter, draft_vocab=size))
-        self.rollout: Rollout = build_rollout(config, spec, policy.state_dict(), longest)
+        self.rollout = build_rollout(config, spec, policy.state_dict(), longest)
         adopt_drafter(self.rollout.spot, state, _report)
 
     def request(self, sample: int) -> Request:

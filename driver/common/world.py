@@ -212,13 +212,13 @@ class World:
             dist.all_gather_object(values, value)  # through the host, whatever the device
         return values
 
-    def share(self, value: T, source: int = 0) -> T:
-        """The value of rank `source`."""
+    def share(self, value: T) -> T:
+        """The value of rank 0."""
         if self.size == 1:
             return value
         box = [value]
         with self.collective():
-            dist.broadcast_object_list(box, src=source)
+            dist.broadcast_object_list(box)
         return box[0]
 
     def add_up(self, values: Tensor) -> Tensor:

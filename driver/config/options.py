@@ -40,9 +40,7 @@ class GenerateOptions(Section):
     top_k: int = setting(0, "most probable tokens kept; 0: all", low=0, high=2**31 - 1)
     top_p: float = setting(1.0, "probability mass kept; 1: all", above=0, high=1)
     max_new_tokens: int = setting(128, "longest response in tokens", low=1)
-    train_seconds: float = setting(
-        20.0, "seconds to train a new drafter, after sampling texts for it", low=0
-    )
+    train_seconds: float = setting(20.0, "seconds to train a new drafter", low=0)
     device: str = setting("cpu", "cpu, cuda or cuda:N")
     dtype: str = setting("float32", "of weights and activations", words=DTYPES)
     cache: str = setting("~/.cache/tlt", "folder for fetched and converted weights")
@@ -119,9 +117,7 @@ class DryRunOptions(Section):
     """What `--dry-run` takes besides the settings of the run; 0: measured or assumed."""
 
     memory_gb: float = setting(0.0, "memory of the card, in 10^9 bytes; 0: of this one", low=0)
-    prompt_tokens: int = setting(
-        0, "tokens of the longest prompt; 0: by the tokenizer, else 256", low=0
-    )
+    prompt_tokens: int = setting(0, "of the longest prompt; 0: by the tokenizer, else 256", low=0)
     mean_tokens: int = setting(
         0, "tokens of a mean response; 0: a quarter of sampling.max_new_tokens", low=0
     )
