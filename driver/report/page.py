@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,6 @@ MEMORY = {
     "perf/max_memory_allocated_gb": "peak of the card, allocated (GB)",
 }
 
-Section = tuple[str, str, bool, list[Markup]]  # title, explanation, one chart a run?, charts
-
 
 def render(runs: Sequence[RunData], refresh_s: int = 0) -> str:
     """The page.
@@ -61,6 +60,12 @@ def render(runs: Sequence[RunData], refresh_s: int = 0) -> str:
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     templates.filters.update(short=short, cut=_cut, value=_value, parts=_parts)
     templates.tests["finite"] = is_number
+
+    def curves(metrics: dict[str, str]) -> list[Markup]:
+        return [figures.curves(runs, metric, label) for metric, label in metrics.items()]
+
+    reward = partial(figures.curves, runs, "critic/rewards/mean", "mean reward", smooth=ENDS)
+    tails = figures.active_requests(runs)
     keys = list(dict.fromkeys(key for run in runs for key in run.config))
     ends = {metric: [_ends(run, metric) for run in runs] for metric in TILES}
     return templates.get_template("page.html").render(
@@ -70,7 +75,15 @@ def render(runs: Sequence[RunData], refresh_s: int = 0) -> str:
         about=ABOUT,
         nothing=Markup('<p class="soft">no data</p>'),
         tiles=[(*TILES[metric], values) for metric, values in ends.items() if any(values)],
-        sections=_sections(runs),
+        ends=ENDS,
+        last_steps=figures.LAST_STEPS,
+        reward=[reward(dots="eval/accuracy", wall=wall) for wall in (False, True)],
+        step_times=figures.step_times(runs),
+        tails=tails[0] if len(runs) == 1 else [Markup().join(charts) for charts in tails],
+        lengths=figures.lengths(runs),
+        training=curves(TRAINING),
+        drafting=curves(DRAFTING),
+        memory=curves(MEMORY),
         arms=[_arms(run) for run in runs],
         samples=[_samples(run) for run in runs],
         keys=keys,
@@ -85,57 +98,6 @@ def _ends(run: RunData, metric: str) -> list[str]:
     few = max(1, min(ENDS, len(values) // 2))
     means = [statistics.mean(some) for some in (values[:few], values[-few:]) if some]
     return list(dict.fromkeys(map(short, means)))
-
-
-def _sections(runs: Sequence[RunData]) -> list[Section]:
-    def curves(metrics: dict[str, str]) -> list[Markup]:
-        return [figures.curves(runs, metric, label) for metric, label in metrics.items()]
-
-    reward = [
-        figures.curves(
-            runs, "critic/rewards/mean", "mean reward", smooth=ENDS, dots="eval/accuracy", wall=wall
-        )
-        for wall in (False, True)
-    ]
-    tails = figures.active_requests(runs)
-    several = len(runs) > 1
-    return [
-        (
-            "Reward",
-            f"Faint: each step; strong: mean of {ENDS} steps; dots: accuracy on held-out prompts.",
-            False,
-            reward,
-        ),
-        (
-            "Step time",
-            "Seconds of each step by phase, loading and the supervised warm-up left out.",
-            True,
-            figures.step_times(runs),
-        ),
-        (
-            "The long tail",
-            "Requests still active over the time of a rollout, coloured by the strategy that"
-            " decodes them: the first step and the last, on one time axis.",
-            several,
-            [Markup().join(charts) for charts in tails] if several else tails[0],
-        ),
-        (
-            "Response lengths",
-            f"Responses of the last {figures.LAST_STEPS} steps.",
-            True,
-            figures.lengths(runs),
-        ),
-        ("Policy update", "Means over the updates of each step.", False, curves(TRAINING)),
-        (
-            "Drafting",
-            "Accept length is of speculative passes, the target's own token included; at 1"
-            " drafting is useless. Steps without such passes, and steps without drafter training,"
-            " leave gaps.",
-            False,
-            curves(DRAFTING),
-        ),
-        ("Memory", "Peaks up to each step, of the main process.", False, curves(MEMORY)),
-    ]
 
 
 def _arms(run: RunData) -> list[tuple[str, str, list[dict[str, Any] | None]]]:
