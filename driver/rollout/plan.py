@@ -121,6 +121,7 @@ def plain_buckets(max_batch: int) -> list[int]:
     return sorted(sizes)
 
 
+@dataclass(eq=False)
 class BucketPlan:
     """The graphs to capture, and the one that serves a batch.
 
@@ -128,45 +129,36 @@ class BucketPlan:
     the tail. Then strategies by rising batch, as long as memory lasts: large trees of large
     batches, which gain least, are dropped first.
 
-    Args:
-        spec_max_batch: largest batch that may speculate.
-        strategies: arms to capture; `off` is always planned.
-        spec_buckets: batch sizes of speculation, rising; those above `spec_max_batch` are clipped.
-        max_rows: largest number of rows of a speculative pass.
-        budget_bytes: device memory for the executables; 0 = no limit.
-
     Attributes:
         cells: graphs to capture, largest first, so that later ones reuse memory.
         dropped: graphs that exceed the budget.
         predicted_bytes: of the executables.
     """
 
-    def __init__(
-        self,
-        max_batch: int,
-        spec_max_batch: int,
-        strategies: Sequence[Strategy],
-        spec_buckets: Sequence[int],
-        max_rows: int,
-        cost: GraphCost,
-        budget_bytes: int = 0,
-    ) -> None:
-        top = min(spec_max_batch, max_batch)
-        sizes = sorted({min(size, top) for size in (*spec_buckets, top)} - {0})
-        arms = sorted(set(strategies) - {OFF}, key=lambda s: (s.num_verify, s))
+    max_batch: int
+    spec_max_batch: int  # largest batch that may speculate
+    strategies: Sequence[Strategy]  # arms to capture; `off` is always planned
+    spec_buckets: Sequence[int]  # rising batch sizes; those above `spec_max_batch` are clipped
+    max_rows: int  # of a speculative pass
+    cost: GraphCost
+    budget_bytes: int = 0  # device memory for the executables; 0 = no limit
+
+    def __post_init__(self) -> None:
+        top = min(self.spec_max_batch, self.max_batch)
+        sizes = sorted({min(size, top) for size in (*self.spec_buckets, top)} - {0})
+        arms = sorted(set(self.strategies) - {OFF}, key=lambda s: (s.num_verify, s))
         speculative = [Cell(size, strategy) for size in sizes for strategy in arms]
-        wanted = [Cell(size, OFF) for size in plain_buckets(max_batch)]
-        wanted += [cell for cell in speculative if cell.rows <= max_rows]
+        wanted = [Cell(size, OFF) for size in plain_buckets(self.max_batch)]
+        wanted += [cell for cell in speculative if cell.rows <= self.max_rows]
         self.dropped: list[Cell] = []
-        kept, bytes_left = [], budget_bytes
+        kept, self.predicted_bytes = [], 0
         for cell in wanted:
-            need = cost.bytes_of(cell)
-            if budget_bytes and need > bytes_left:
+            total = self.predicted_bytes + self.cost.bytes_of(cell)
+            if self.budget_bytes and total > self.budget_bytes:
                 self.dropped.append(cell)
                 continue
-            bytes_left -= need
+            self.predicted_bytes = total
             kept.append(cell)
-        self.predicted_bytes = sum(cost.bytes_of(cell) for cell in kept)
         self.cells = sorted(kept, key=lambda c: (-c.rows, -c.batch, c.strategy))
         self._buckets: dict[Strategy, list[int]] = {}
         for cell in sorted(kept, key=lambda c: c.batch):
