@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, cast
 
@@ -49,6 +50,7 @@ def delays(method: Callable[..., None]) -> Callable[..., None]:
     return timed
 
 
+@dataclass(eq=False)
 class SpotTrainer(RolloutObserver):
     """Runs micro-steps on recorded features while few requests are active.
 
@@ -59,48 +61,41 @@ class SpotTrainer(RolloutObserver):
 
     No tensor of the target is written. A micro-step that fails is a warning: the drafter loses the
     step and the rollout goes on.
-
-    Attributes:
-        placement: how steps run during the tail; None: between passes.
-        overlap: measured cost of the placement.
-        busy_s: host seconds spent on micro-steps in the step that ended.
-        paused: no step is made in a tail, since the policy's update uses the time.
-        error: the failure that paused training.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        runner: DraftRunner,
-        target: TargetModel,
-        cache: KvCache,
-        config: SpotConfig,
-        drafter_config: DrafterConfig,
-        seed: int,
-    ) -> None:
-        self.drafter, self.runner, self.target, self.cache = drafter, runner, target, cache
-        self.config = config
-        self.buffer = DataBuffer(config.buffer_tokens, config.keep_long, seed)
+    drafter: Drafter
+    runner: DraftRunner  # the drafter at inference
+    target: TargetModel
+    cache: KvCache  # of the engine, with the recorded features
+    config: SpotConfig
+    drafter_config: DrafterConfig
+    seed: int  # of the data order
+
+    def __post_init__(self) -> None:
+        config, target, drafter = self.config, self.target, self.drafter
+        self.buffer = DataBuffer(config.buffer_tokens, config.keep_long, self.seed)
         self.bin = Bin(config.tokens_per_step, target, max(IN_FLIGHT, config.final_steps))
         self._in_flight = IN_FLIGHT  # steps that may be enqueued
         # For the final steps: hundreds of small kernels, which must not wait for large ones.
         self._stream = torch.cuda.Stream(target.device, priority=-1) if self.bin.fixed else None
-        self.lr = config.lr or drafter_config.lr
-        unroll, horizon = drafter_config.unroll, config.average
+        self.lr = config.lr or self.drafter_config.lr
+        unroll, horizon = self.drafter_config.unroll, config.average
         self.teachers = Teachers(target.final_norm, drafter.lm_head.weight)
         self.step = DraftStep(drafter, self.bin, self.teachers, unroll, self.lr, horizon)
         self.checkpoints: DraftCheckpoints | None = None
-        self.placement: Placement | None = None
-        self.overlap: Overlap | None = None
+        self.placement: Placement | None = None  # of steps in the tail; None: between passes
+        self.overlap: Overlap | None = None  # measured cost of the placement
         self.spans = Spans("drafter")
         self.target_version = self.steps = self.tokens_seen = 0
-        self.busy_s = self._spent_s = 0.0  # of the last step, and of the current one
-        self.payoff, self.paused = Payoff(), False
+        # Host seconds of micro-steps in the last step, and in the current one.
+        self.busy_s = self._spent_s = 0.0
+        self.payoff = Payoff()
+        self.paused = False  # no step is made in a tail: the policy's update uses the time
         self._delay_s, self._weighed = 0.0, 0  # delay since, steps at the last `weigh`
         self._final: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # begin, end
         self.reports = StepReports()
-        self.weights = WeightSwap(self.step.average.state_dict, runner)
-        self.error: BaseException | None = None
+        self.weights = WeightSwap(self.step.average.state_dict, self.runner)
+        self.error: BaseException | None = None  # that paused training
         self.thread = StepThread(self.attempt, self._wait, partial(setattr, self, "error"))
         self._passes = 0  # of tails
 
