@@ -1,4 +1,4 @@
-"""A thread that trains during the rollout, the drafter or the policy."""
+"""A thread that trains the drafter during the rollout."""
 
 from __future__ import annotations
 

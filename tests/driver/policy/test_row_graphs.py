@@ -143,6 +143,35 @@ def long_responses():
     ]
 
 
+class Marking(OpByOp):
+    """Marks the node that adds up the embedding's gradient; torch keeps it while a graph does."""
+
+    marked = 0
+
+    def node(self):
+        weight = self.graphs._params[0]
+        return weight.expand_as(weight).grad_fn.next_functions[0][0]
+
+    def __call__(self, ids, documents):
+        self.marked += "of a row" in self.node().metadata
+        hidden = super().__call__(ids, documents)
+        self.node().metadata["of a row"] = True
+        return hidden
+
+
+def test_no_graph_of_a_row_is_left_when_the_next_one_is_captured(without_card):
+    """The captured stream would wait for the stream on which that graph was made."""
+    model = make_model(torch.bfloat16)
+    trainer = PolicyTrainer(model, Cfg())
+    graphs = Marking(RowGraphs(layers_of(model, torch.bfloat16), trainer.params, MOST))
+    rows = [build_micro_batch(long_responses(), [i], "cpu") for i in range(3)]
+    gradients_of(trainer, rows, graphs)
+    assert graphs.marked == 0
+    hidden = graphs(rows[0].input_ids, rows[0].documents)
+    graphs(rows[1].input_ids, rows[1].documents)
+    assert hidden.requires_grad and graphs.marked == 1  # one is left
+
+
 def test_gradients_keep_their_place_and_their_sums(without_card):
     model = make_model()
     params = list(model.parameters())
@@ -229,7 +258,7 @@ def test_a_padded_row_has_nearly_the_gradient_of_the_row():
         torch.cat([x.flatten().float() for x in gradients_of(trainer, batches, graphs)])
         for graphs in (trainer.weights.graphs, None)
     )
-    assert (got - other).norm() <= TOLERANCE[torch.bfloat16] * other.norm()
+    assert (got - other).norm() <= 0.05 * other.norm()
 
 
 @kit.gpu
