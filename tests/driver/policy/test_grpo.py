@@ -13,7 +13,6 @@ from torch.testing import assert_close
 from driver.common import numbers
 from driver.config.estimators import ESTIMATORS, Estimator
 from driver.policy import grpo, packing
-from driver.rollout import request
 from driver.rollout.request import request_id
 
 KINDS = list(ESTIMATORS)
@@ -30,7 +29,7 @@ def loss_of(new, old=None, rollout=None, advantage=1.0, mask=None, **options):
     return grpo.policy_loss(new, old, rollout, advantage, mask, **options)
 
 
-@pytest.mark.parametrize("module", [grpo, packing, request, numbers])
+@pytest.mark.parametrize("module", [grpo, packing, numbers])
 def test_docstring_examples(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
