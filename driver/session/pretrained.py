@@ -19,6 +19,7 @@ from ..common.numbers import shown
 from ..common.storage import user_path
 from ..config.load import Config, load_config
 from ..config.strategy import parse_strategies
+from ..model.checkpoint import check_finite
 from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec
 from ..rollout.request import SamplingParams
@@ -58,6 +59,8 @@ def build(
             "model: must be a folder, a name or a transformers model, got"
             f" {type(model).__name__}; unwrap it"
         )
+    if isinstance(model, PreTrainedModel):
+        check_finite(model.state_dict(), model.dtype, "model")
     words = _defaults(model, device)
     words += [
         f"run.seed={seed}",

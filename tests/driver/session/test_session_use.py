@@ -240,6 +240,10 @@ def test_an_unexpected_error_of_admission_reaches_the_future(session, monkeypatc
 def test_models_and_sizes_that_cannot_be_used_are_refused(policy):
     with pytest.raises(UserError, match="model: must be a folder, .* got Sequential; unwrap it"):
         Session.from_pretrained(torch.nn.Sequential(policy))
+    with torch.device("meta"):
+        empty = type(policy)(policy.config)
+    with pytest.raises(UserError, match="model: model.embed_tokens.weight is on the meta device"):
+        Session.from_pretrained(empty)
     with pytest.raises(UserError, match="model: a LlamaModel has no head; give a model for causa"):
         Session.from_pretrained(policy.model)
     with pytest.raises(UserError, match="max_len: must be at least 2, .* got 0"):
