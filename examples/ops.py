@@ -8,7 +8,7 @@ dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
 ints = dict(dtype=torch.int32)
 k_cache, v_cache = torch.randn(2, 64, 16, 2, 64, dtype=dtype)  # 64 pages of 16 slots, 2 kv heads
-rows = tlt_ext.Rows(  # two requests, of each a root and two children
+rows = tlt_ext.Rows(  # two requests, each with a root and two children
     row_start=torch.tensor([0, 3, 6], **ints),
     position=torch.tensor([40, 41, 41, 75, 76, 76], **ints),
     status=torch.zeros(2, **ints),

@@ -27,15 +27,15 @@ def padded(rows):
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
-def behind_prompt(response, values):
+def after_prompt(response, values):
     return [0.0] * (len(response.request.prompt_ids) - 1) + [float(value) for value in values]
 
 
 def loss_of(responses, advantages):
     """The clipped GRPO loss, averaged over the tokens that the model generated."""
     ids = padded([[*r.request.prompt_ids, *r.token_ids] for r in responses])
-    old = padded([behind_prompt(r, r.logprobs) for r in responses])
-    mask = padded([behind_prompt(r, r.generated) for r in responses])
+    old = padded([after_prompt(r, r.logprobs) for r in responses])
+    mask = padded([after_prompt(r, r.generated) for r in responses])
     logprobs = policy(ids[:, :-1]).logits.log_softmax(-1)
     new = logprobs.gather(-1, ids[:, 1:, None])[..., 0]  # [responses, tokens]
     ratio, advantage = (new - old).exp(), advantages[:, None]
