@@ -42,7 +42,7 @@ class Checkpoint:
     step: int
 
     def check(self, contents: bool = True) -> None:
-        """UserError if a file of the policy is missing or, with `contents`, one is damaged."""
+        """Raises UserError if the policy lacks a file or, with `contents`, any file is damaged."""
         try:
             check_checkpoint(self.path)
             mark = read_json(self.path / _MARK)
