@@ -38,7 +38,11 @@ def train(config: Config, progress: Progress) -> Run:
         Stopped: a signal ended the run; the last finished step is saved.
     """
     stop = StopRequest()
-    run = start_run(config, progress.note, stop)
+    try:
+        run = start_run(config, progress.note, stop)
+    except KeyboardInterrupt:
+        message = "stopped while the run was prepared: nothing new is saved"
+        raise Stopped("SIGINT", message) from None
     try:
         with stop:
             run_steps(run, progress)
