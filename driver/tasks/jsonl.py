@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..common.errors import UserError
+from ..common.numbers import shown
 from ..common.storage import user_path
 from .answers import MARK, equal_answers, final_answer
 from .base import HELD_OUT_ONE_IN, Prompt, Split, Task, prompt_id
@@ -143,9 +144,14 @@ def _parse(place: str, line: str) -> Line:
         raise UserError(f"{place}: expected an object with question and answer, got {line[:40]!r}")
     for key in ("question", "answer"):
         if not isinstance(item.get(key), str) or not item[key].strip():
-            raise UserError(f"{place}: no text under {key!r}; fix or remove the line")
+            raise UserError(
+                f"{place}: no text under {key!r}, got {shown(item.get(key))}; fix or remove it"
+            )
         if any("\ud800" <= letter <= "\udfff" for letter in item[key]):
             raise UserError(f"{place}: a lone surrogate in {key!r}; fix the line")
     if final_answer(item["answer"]) is None:
-        raise UserError(f"{place}: no answer after {MARK} in 'answer'; fix or remove the line")
+        raise UserError(
+            f"{place}: 'answer' states no final answer; write it after {MARK}, as in '{MARK} 42',"
+            " or in \\boxed{}, or remove the line"
+        )
     return Line(item["question"], item["answer"], place)

@@ -99,5 +99,5 @@ def test_a_file_without_answers_is_refused_by_its_line(tmp_path):
     assert task.reward(Prompt("0", "", "#### 3/7"), "#### 6/14") == 1.0
     assert not task.states_answer("it is 3")
     path.write_text(path.read_text().replace("#### 5/7", "5/7"))
-    with pytest.raises(UserError, match=r"lines.jsonl:6: no answer after #### in .answer.; fix"):
+    with pytest.raises(UserError, match="lines.jsonl:6: 'answer' states no final answer; write it"):
         JsonlTask(str(path), shots=1)
