@@ -334,7 +334,7 @@ class _Reader:
 
     def eos_ids(self) -> tuple[int, ...]:
         eos = self.value("eos_token_id", [])
-        ids = eos if isinstance(eos, list) else [eos]
+        ids = eos if isinstance(eos, list | tuple) else [eos]
         if any(type(token) is not int or token < 0 for token in ids):
             raise self.refuse(f"eos_token_id: wanted token ids from 0 on, got {eos!r}")
         return tuple(ids)

@@ -58,18 +58,14 @@ def load_policy(
     if not mapped:
         policy = policy.to(config.run.device)
     tokenizer = load_tokenizer(folder)
-    check_vocabulary(folder, tokenizer, spec_of(policy))
-    return policy, tokenizer
-
-
-def check_vocabulary(folder: Path, tokenizer: Tokenizer, spec: ModelSpec) -> None:
-    """Rejects a tokenizer with tokens that the embedding does not have."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if largest >= spec.vocab_size:
+    rows = len(policy.get_input_embeddings().weight)
+    if largest >= rows:
         raise UserError(
             f"model.path={folder}: the tokenizer has token {token!r} with id {largest}, but the"
-            f" embedding has {spec.vocab_size} rows; enlarge it or use the model's own tokenizer"
+            f" embedding has {rows} rows; enlarge it or use the model's own tokenizer"
         )
+    return policy, tokenizer
 
 
 def load_tokenizer(folder: Path | None, key: str = "model.path") -> Tokenizer:
@@ -140,17 +136,10 @@ def spec_of(policy: PreTrainedModel) -> ModelSpec:
             f"model: a {type(policy).__name__} has no head; give a model for causal language"
             " modelling, such as LlamaForCausalLM"
         )
+    eos = policy.generation_config.eos_token_id
     stated = {
         "architectures": [type(policy).__name__],
-        "eos_token_id": eos_ids(policy),
+        "eos_token_id": policy.config.eos_token_id if eos is None else eos,
         "tie_word_embeddings": head.weight is embedding.weight,
     }
     return ModelSpec.from_config({**policy.config.to_dict(), **stated})
-
-
-def eos_ids(policy: PreTrainedModel) -> list[int]:
-    """Every id that ends a response, from the generation settings first."""
-    eos = policy.generation_config.eos_token_id
-    if eos is None:
-        eos = policy.config.eos_token_id
-    return [eos] if isinstance(eos, int) else list(eos or [])
