@@ -77,7 +77,8 @@ def load_config(argv: Sequence[str], *, saved: bool = False) -> Config:
     """
     words = dict(split_word(word, "run.steps") for word in argv)
     preset = words.pop("preset", DEFAULT_PRESET)
-    texts, types = _read_preset(preset), _key_types()
+    types = {key: t for kind in section_types().values() for key, t in field_types(kind).items()}
+    texts = _read_preset(preset)
     if saved and (unknown := texts.keys() - types.keys()):
         names = ", ".join(key for key in texts if key in unknown)
         warnings.warn(f"{preset}: {names}: no longer a setting, ignored", stacklevel=2)
@@ -125,11 +126,6 @@ class _Loader(yaml.BaseLoader):
         if twice is not None:
             raise yaml.MarkedYAMLError(problem=f"{twice} is given twice")
         return super().construct_mapping(node, deep)
-
-
-def _key_types() -> dict[str, Any]:
-    """Dotted key -> declared type, over all sections."""
-    return {key: t for kind in section_types().values() for key, t in field_types(kind).items()}
 
 
 def _declared_type(types: Mapping[str, Any], key: str) -> Any:

@@ -168,21 +168,17 @@ def new_figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     """An empty figure of one chart, in the common style, without the global state of pyplot."""
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = styled(figure.add_subplot())
+    axes = figure.add_subplot()
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
-    for axis, label in ((axes.xaxis, x_label), (axes.yaxis, y_label)):
-        if label in WHOLE:
-            axis.set_major_locator(MaxNLocator(integer=True))
-    return figure, axes
-
-
-def styled(axes: Axes) -> Axes:
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["bottom", "left"]].set_color(_GREY)  # visible on a dark page too
     axes.tick_params(color=_GREY)
-    return axes
+    for axis, label in ((axes.xaxis, x_label), (axes.yaxis, y_label)):
+        if label in WHOLE:
+            axis.set_major_locator(MaxNLocator(integer=True))
+    return figure, axes
 
 
 def _finished(figure: Figure, axes: Axes, *, below: bool = False) -> Figure:

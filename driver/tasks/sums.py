@@ -39,7 +39,8 @@ class SumsTask(Task):
         id = prompt_id(self.name, split, index)
         draw = random.Random(id)
         while True:
-            addend = _draw_addend(draw)
+            heavy = int((1.0 - draw.random()) ** (-1.0 / TAIL))
+            addend = min(MIN_ADDEND - 1 + heavy, MAX_ADDEND)
             start = draw.randint(self.low, self.high - addend)
             text = f"{start}+{addend}="
             if held_out(text) == (split == "eval"):
@@ -56,8 +57,3 @@ class SumsTask(Task):
             total += draw.choice(SLIPS) if draw.random() < SLIP_RATE else 1
             lines.append(f"{total}+{left}" if left else str(total))
         return "=".join(lines)
-
-
-def _draw_addend(draw: random.Random) -> int:
-    heavy = int((1.0 - draw.random()) ** (-1.0 / TAIL))
-    return min(MIN_ADDEND - 1 + heavy, MAX_ADDEND)
