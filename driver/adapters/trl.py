@@ -14,6 +14,7 @@ from ..common.errors import UserError
 from ..rollout.request import Request, SamplingParams, request_id
 from ..session import Session
 from ..session.inbox import OnEnd
+from ..session.pretrained import check_words
 
 Trainer = Any  # `trl.GRPOTrainer`, whose annotations lack what its constructor assures
 
@@ -55,6 +56,7 @@ class TltRollout:
         max_len: int | None = None,
         settings: Sequence[str] = (),
     ) -> None:
+        check_words(settings)
         self.drafter, self.train_drafter, self.on_end = drafter, train_drafter, on_end
         self.max_batch, self.max_len, self.settings = max_batch, max_len, tuple(settings)
         self.session: Session | None = None

@@ -52,8 +52,7 @@ def build(
     """The arguments of a session, from those of `Session.from_pretrained`."""
     if not (max_len is None or (isinstance(max_len, Integral) and max_len >= 2)):
         raise UserError(f"max_len: must be at least 2, prompt and response, got {shown(max_len)}")
-    if isinstance(settings, str) or not all(isinstance(word, str) for word in settings):
-        raise UserError(f"settings: must be a list of key=value words, got {shown(settings)}")
+    check_words(settings)
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise UserError(
             "model: must be a folder, a name or a transformers model, got"
@@ -94,6 +93,12 @@ def build(
     ends = spec.eos_ids if encoder is None else end_ids(spec, encoder.tokenizer)
     limit = min(config.sampling.max_new_tokens, longest // 2)
     return rollout, encoder, SamplingParams(max_new_tokens=limit, stop_ids=ends)
+
+
+def check_words(settings: Sequence[str]) -> None:
+    """Rejects settings that are no list of words."""
+    if isinstance(settings, str) or not all(isinstance(word, str) for word in settings):
+        raise UserError(f"settings: must be a list of key=value words, got {shown(settings)}")
 
 
 def _defaults(model: str | PreTrainedModel, device: str | None) -> list[str]:

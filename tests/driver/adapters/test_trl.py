@@ -252,6 +252,8 @@ def test_conversations_get_the_chat_template(tmp_path, rollout):
 def test_settings_that_the_engine_lacks_are_refused(tmp_path, rollout, changes):
     with pytest.raises(UserError, match=f"uses {next(iter(changes))}.*leave it out"):
         train(tmp_path, rollout, **changes)
+    with pytest.raises(UserError, match="settings: must be a list of key=value words, got 'run.s"):
+        TltRollout(settings="run.seed=1")
 
 
 WORKER = """
