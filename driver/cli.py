@@ -48,9 +48,10 @@ def start(name: str) -> NoReturn:
         from .config.command import run_command
 
         run_command(lambda argv: _run(name, argv))
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         missing = (error.name or "").partition(".")[0]
-        if missing == "tlt_ext":  # the message names the remedy
+        older_build = getattr(getattr(error, "obj", None), "__name__", "") == "tlt_ext._C"
+        if older_build or missing == "tlt_ext":  # the message names the remedy
             sys.stderr.write(f"error: {error}\n")
         elif isinstance(error, ModuleNotFoundError) and missing != __name__.partition(".")[0]:
             sys.stderr.write(f"error: {missing} is missing; run {INSTALL}\n")

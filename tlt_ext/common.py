@@ -9,12 +9,11 @@ from tlt_ext import _C
 
 
 def _older_build(name: str) -> NoReturn:
-    if name.startswith("__"):  # as inspect reads
-        raise AttributeError(name)
-    raise ImportError(
+    raise AttributeError(
         f"tlt_ext: {_C.__file__} has no {name}, it was built from older sources: run"
         " `pip install -e .` in the checkout again",
-        name="tlt_ext._C",
+        name=name,
+        obj=_C,
     )
 
 

@@ -23,7 +23,7 @@ def start(rank: int, file: str, timeout_s: float) -> tuple[SymmetricArrays, ...]
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", f"file://{file}", rank=rank, world_size=RANKS, device_id=device)
     assert dist.group.WORLD is not None
-    return SymmetricArrays.allocate(dist.group.WORLD, max(ROWS), WIDTH, device, timeout_s)
+    return SymmetricArrays.allocate(dist.group.WORLD, max(ROWS), WIDTH, device, timeout_s, count=3)
 
 
 def add_in_turns(rank: int, file: str) -> None:
@@ -50,8 +50,9 @@ def add_in_turns(rank: int, file: str) -> None:
                     tlt_ext.linear_rows(own, shard, part, parts=8 // RANKS, pdl=True)
                     sums[layer % 2].fold(rows, out, residual=residual)
                     read = out
-                sums[1].own(rows).copy_(residual).mul_(rank + 1)
-                torch.cat(sums[1].gather(rows), 1, out=both)
+                # Not sums[1], which the other rank may still read.
+                sums[2].own(rows).copy_(residual).mul_(rank + 1)
+                torch.cat(sums[2].gather(rows), 1, out=both)
 
             def check(x=x, out=out, whole=whole, residual=residual, weights=weights, both=both):
                 read = x
