@@ -386,12 +386,11 @@ class GrpoConfig(Section, prefix="grpo."):
     epochs: int = setting(1, "passes over the responses of a step", low=1)
     minibatches: int = setting(1, "optimizer steps of an epoch", low=1)
     micro_batch_tokens: int = setting(1024, "tokens of a packed forward and backward pass", low=1)
-    graphs: str = setting(
-        "off",
-        "rows of the update are CUDA graphs, which keep their memory, on one GPU in half precision"
-        " without grpo.offload and grpo.checkpointing; tail: the first ones run during the tail of"
-        " the rollout, with the groups that are complete",
-        words=("off", "rows", "tail"),
+    tail_tokens: int = setting(
+        0,
+        "tokens of the first of these passes, which may run during the tail of the rollout, with"
+        " the groups that are complete; 0: the update begins after the rollout",
+        low=0,
     )
     checkpointing: bool = setting(False, "recompute layers in the backward pass to save memory")
     offload: str = setting(

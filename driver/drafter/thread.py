@@ -1,4 +1,4 @@
-"""A thread that trains the drafter during the rollout."""
+"""A thread that trains during the rollout, the drafter or the policy."""
 
 from __future__ import annotations
 

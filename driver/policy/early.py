@@ -41,25 +41,15 @@ class EarlyGradients:
     The policy does not change in a rollout, so their gradients are those of the update, to the bit.
 
     Args:
-        trainer: of the policy.
+        trainer: of the policy; no other thread may use it during a call.
     """
 
     def __init__(self, trainer: PolicyTrainer) -> None:
         self.trainer = trainer
         self._done: list[Ahead] = []
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether a GPU computes a micro-batch."""
-        last = self._done[-1].ended if self._done else None
-        return last is not None and not last.query()
-
     def advance(
-        self,
-        responses: Sequence[Response],
-        rewards: Sequence[float],
-        keep: Sequence[bool],
-        captures: bool = False,
+        self, responses: Sequence[Response], rewards: Sequence[float], keep: Sequence[bool]
     ) -> bool:
         """Adds up the gradient of the next micro-batch.
 
@@ -68,10 +58,9 @@ class EarlyGradients:
         Args:
             responses: whole groups, the first ones of the update's order (`in_order`).
             rewards, keep: of each response, see `PolicyTrainer.update`.
-            captures: whether the row may be captured first, which waits for the device.
 
         Returns:
-            Whether a micro-batch was enqueued or, on a CPU, computed.
+            Whether a micro-batch was computed.
         """
         trainer, kept, done = self.trainer, kept_of(responses, keep), len(self._done)
         raw = torch.tensor(rewards, dtype=torch.float64)  # [N]
@@ -83,17 +72,19 @@ class EarlyGradients:
         if done + 1 >= len(rows):
             return False
         device = trainer.weights.device
-        batch = build_micro_batch(responses, rows[done], device)
-        graphs = trainer.weights.graphs
-        if graphs is not None and not (captures or graphs.has(batch.documents)):
-            return False
         with deterministic(device):
+            batch = build_micro_batch(responses, rows[done], device)
             (batch,), (share,) = trainer.backward(
                 [trainer.with_fixed_logprobs(batch)], advantages.to(device)
             )
         ended = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
         self._done.append(Ahead(key_of(responses, rows[done], advantages), batch, share, ended))
         return True
+
+    def wait(self) -> None:
+        """Waits for the last micro-batch, so that no other is enqueued when the rollout ends."""
+        if self._done and self._done[-1].ended is not None:
+            self._done[-1].ended.synchronize()
 
     def mark_hidden(self) -> None:
         """Marks the complete micro-batches; call when the rollout ends."""

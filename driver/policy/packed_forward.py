@@ -26,14 +26,10 @@ from ..model.families import Family, family_of
 from ..model.target_weights import DecoderLayer
 from .fused import fused
 from .logprobs import token_logprobs
-from .masked_attention import block_mask, masked_attention
 from .packing import packed_positions
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
     from .micro_batch import MicroBatch
-    from .row_graphs import RowGraphs
 
 # Documents of this many tokens have their own attention call, without much shorter ones.
 LONG_TOKENS = 1024
@@ -60,7 +56,6 @@ class Documents:
     lengths: tuple[int, ...]
     position: Tensor  # int64 [1, T], from 0 in every document
     spans: tuple[Span, ...]  # in their order
-    mask: BlockMask | None = None  # instead of lengths and spans, in a CUDA graph
 
     @staticmethod
     def of(lengths: Sequence[int]) -> Documents:
@@ -87,7 +82,6 @@ def packed_logprobs(
     checkpointing: bool = False,
     entropy_grad: bool = False,
     dtype: torch.dtype | None = None,
-    graphs: RowGraphs | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the response tokens of a packed row, and the entropy at them.
 
@@ -99,7 +93,6 @@ def packed_logprobs(
         entropy_grad: whether the entropy has a gradient.
         dtype: of the pass; None = the parameters'. Other parameters are copied to it, a layer at a
             time, and their gradients are added to their `grad` in their own dtype.
-        graphs: of the layers, for the rows that fit.
 
     Returns:
         float32 [M] each.
@@ -107,28 +100,10 @@ def packed_logprobs(
     Raises:
         UserError: the model is of another family.
     """
-    if graphs is not None and graphs.fits(batch.documents):
-        hidden = graphs(batch.input_ids, batch.documents)
-        (head,) = _in_dtype([[model.get_output_embeddings().weight]], dtype)
-    else:
-        outer = _outer_weights(model, dtype)
-        hidden = _hidden(model, outer, batch.input_ids, batch.documents, checkpointing)
-        head = outer.head
+    outer = _outer_weights(model, dtype)
+    hidden = _hidden(model, outer, batch.input_ids, batch.documents, checkpointing)
     hidden = hidden[batch.rows]  # [M, H]
-    return token_logprobs(hidden, head, batch.tokens, batch.temperature, entropy_grad)
-
-
-def layers_of(model: Any, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """The part of the pass that `RowGraphs` captures, by ids [1, T], positions [1, T], layers."""
-
-    def layers(ids: Tensor, position: Tensor, count: int | None = None) -> Tensor:
-        base = model.base_model
-        embedding, norm = _in_dtype([[base.embed_tokens.weight], [base.norm.weight]], dtype)
-        documents = Documents((), position, (), block_mask(position[0]))
-        outer = _OuterWeights(embedding, norm, embedding)
-        return _hidden(model, outer, ids, documents, False, count)
-
-    return layers
+    return token_logprobs(hidden, outer.head, batch.tokens, batch.temperature, entropy_grad)
 
 
 class _OuterWeights(NamedTuple):
@@ -149,12 +124,7 @@ def _outer_weights(model: Any, dtype: torch.dtype | None) -> _OuterWeights:
 
 
 def _hidden(
-    model: Any,
-    outer: _OuterWeights,
-    ids: Tensor,
-    documents: Documents,
-    checkpointing: bool,
-    count: int | None = None,
+    model: Any, outer: _OuterWeights, ids: Tensor, documents: Documents, checkpointing: bool
 ) -> Tensor:
     """Final hidden states of a packed row [T, H], after the final norm."""
     base = model.base_model
@@ -164,7 +134,7 @@ def _hidden(
     # [T, 1, head_dim / 2]: the second half of a head has the angles of the first.
     turns = base.rotary_emb(hidden, documents.position)  # cosines and sines, [1, T, head_dim] each
     cos, sin = (x[0].chunk(2, -1)[0].unsqueeze(1) for x in turns)
-    for layer in islice(base.layers, count):
+    for layer in base.layers:
         # A sharded layer has the function as a method, which gathers its parameters.
         run = getattr(layer, "packed_layer", functools.partial(packed_layer, layer))
         hidden = run(hidden, cos, sin, documents, family, checkpointing)
@@ -334,8 +304,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) 
     Source: variable-length FlashAttention (Dao, 2023) on a GPU in half precision; otherwise one
     call of torch's attention for each document.
     """
-    if documents.mask is not None:
-        return masked_attention(q, k, v, documents.mask, scale)
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         return _by_spans(_attend_on_card, q, k, v, documents, scale)
     groups = q.shape[1] // k.shape[1]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def pack(lengths: Sequence[int], budget: int, first: int = 0) -> list[list[int]]:
     """Cut documents into rows of at most `budget` tokens, in the order given.
 
     So the rows of the first documents are the first rows of all, but for the last one. In a row the
@@ -17,6 +17,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     Args:
         lengths: tokens of each document.
         budget: tokens in a row.
+        first: tokens in the first row, if that is less; 0 = as many.
 
     Returns:
         The document indices of each row; each index occurs once.
@@ -29,7 +30,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     room = 0
     for index, length in enumerate(lengths):
         if not rows or length > room:
-            room = budget
+            room = budget if rows else min(first or budget, budget)
             rows.append([])
         rows[-1].append(index)
         room -= length

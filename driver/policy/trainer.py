@@ -20,7 +20,6 @@ from .micro_batch import MicroBatch, build_micro_batch, without_responses
 from .order import Row, check_responses, cut, in_order, kept_of, key_of, max_length_of, num_tokens
 from .packed_forward import packed_logprobs
 from .packing import pack
-from .row_graphs import can_capture
 from .weights import PolicyWeights
 
 if TYPE_CHECKING:
@@ -80,9 +79,6 @@ class PolicyTrainer:
             self.reference = load_reference().eval().requires_grad_(False)
         self.weights = PolicyWeights(model, self.world, cfg.offload, device)
         self.params = self.weights.params
-        kind, width = self.weights.device.type, cast(Any, model).config.hidden_size
-        if can_capture(cfg, kind, self.weights.dtype, width, self.world.size):
-            self.weights.use_graphs(cfg.micro_batch_tokens)
         # Weight decay applies to matrices only, not to norms and biases.
         decay = [p for p in self.params if p.dim() > 1]
         plain = [p for p in self.params if p.dim() <= 1]
@@ -202,37 +198,33 @@ class PolicyTrainer:
         Returns:
             The micro-batches with old log-probs, and the share of each.
         """
-        rows = [self._backward(batch, advantages) for batch in batches]
-        return [batch for batch, _ in rows], [share for _, share in rows]
-
-    def _backward(
-        self, batch: MicroBatch, advantages: Tensor
-    ) -> tuple[MicroBatch, grpo.PolicyLoss]:
-        """Of one micro-batch. What it computes is freed before the next one is captured, since a
-        capture must not meet the weights in another autograd graph."""
-        logprobs, entropy = self.weights.logprobs(
-            batch, self.cfg.checkpointing, self.cfg.entropy_coef > 0
-        )
-        old = batch.old_logprobs
-        if old is None:
-            old = logprobs.detach()
-            batch = replace(batch, old_logprobs=old, entropy=entropy.detach())
-        share = grpo.policy_loss(
-            logprobs,
-            old,
-            batch.rollout_logprobs,
-            advantages[batch.owner],  # [M]
-            torch.ones_like(batch.tokens, dtype=torch.bool),  # [M]
-            clip_low=self.cfg.clip_low,
-            clip_high=self.clip_high,
-            is_cap=IS_CAP,
-            ref_logprobs=batch.ref_logprobs,
-            kl_coef=self.cfg.kl_coef if self.cfg.kl_in == "loss" else 0.0,
-            entropy=entropy,
-            entropy_coef=self.cfg.entropy_coef,
-        )
-        share.loss.backward()
-        return batch, replace(share, loss=share.loss.detach())
+        seen, shares = [], []
+        for batch in batches:
+            logprobs, entropy = self.weights.logprobs(
+                batch, self.cfg.checkpointing, self.cfg.entropy_coef > 0
+            )
+            old = batch.old_logprobs
+            if old is None:
+                old = logprobs.detach()
+                batch = replace(batch, old_logprobs=old, entropy=entropy.detach())
+            share = grpo.policy_loss(
+                logprobs,
+                old,
+                batch.rollout_logprobs,
+                advantages[batch.owner],  # [M]
+                torch.ones_like(batch.tokens, dtype=torch.bool),  # [M]
+                clip_low=self.cfg.clip_low,
+                clip_high=self.clip_high,
+                is_cap=IS_CAP,
+                ref_logprobs=batch.ref_logprobs,
+                kl_coef=self.cfg.kl_coef if self.cfg.kl_in == "loss" else 0.0,
+                entropy=entropy,
+                entropy_coef=self.cfg.entropy_coef,
+            )
+            share.loss.backward()
+            seen.append(batch)
+            shares.append(replace(share, loss=share.loss.detach()))
+        return seen, shares
 
     def state_dict(self) -> dict[str, Any]:
         """Counters that a resumed run needs besides `tensors`."""
@@ -256,8 +248,8 @@ class PolicyTrainer:
         lengths = [num_tokens(responses[i]) for i in part]
         # Ranks share tokens, not rows, because a step may have only one or two rows.
         shares = split_by_length(lengths, self.world.size)
-        most = self.cfg.micro_batch_tokens
-        rows = [pack([lengths[i] for i in mine], most) for mine in shares]
+        sizes = self.cfg.micro_batch_tokens, self.cfg.tail_tokens
+        rows = [pack([lengths[i] for i in mine], *sizes) for mine in shares]
         mine, own = shares[self.world.rank], rows[self.world.rank]
         # Passes are collective calls, so all ranks make equally many.
         empty = max(map(len, rows)) - len(own)

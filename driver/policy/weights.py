@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from ..common.world import World
 from .micro_batch import MicroBatch
-from .packed_forward import layers_of, packed_layer, packed_logprobs
-from .row_graphs import RowGraphs
+from .packed_forward import packed_layer, packed_logprobs
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # names in the state of torch's AdamW
 PART_NUMBERS = 1 << 27  # parameters whose moments are on the device at once, with offload=moments
@@ -58,9 +57,7 @@ class PolicyWeights:
         first = next(model.parameters())
         self.dtype, self.device = first.dtype, device or first.device
         self.sharded = is_sharded(self.world, offload)
-        self._model = cast(Any, model)
-        self.graphs: RowGraphs | None = None
-        self._forward = functools.partial(packed_logprobs, self._model)
+        self._forward = functools.partial(packed_logprobs, cast(Any, model))
         if self.sharded:
             self._shard(model)
         else:
@@ -117,11 +114,6 @@ class PolicyWeights:
     ) -> tuple[Tensor, Tensor]:
         """`packed_logprobs` of the model; on several ranks it and its backward are collective."""
         return self._forward(batch, checkpointing, entropy_grad, self.dtype)
-
-    def use_graphs(self, most: int) -> None:
-        """Runs the layers of rows of at most so many tokens as CUDA graphs; see `can_capture`."""
-        self.graphs = RowGraphs(layers_of(self._model, self.dtype), self.params, most)
-        self._forward = functools.partial(packed_logprobs, self._model, graphs=self.graphs)
 
     def together(self) -> AbstractContextManager[None]:
         """A block of collective calls; a lost rank is named in the error."""

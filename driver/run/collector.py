@@ -273,11 +273,11 @@ class Collector(RolloutObserver):
         # Must not stop here if other ranks may wait for requests or passes of this rank.
         if self.rebalancer is None and self.groups == self.world.size:
             self.stop.check()
-        if self.tail is not None and self.session.engine.runner.graphs is None:
-            while self._ended:  # nothing calls `on_wait`
+        if self.tail is not None:
+            engine = self.session.engine
+            while self._ended and engine.runner.graphs is None:  # nothing calls `on_wait`
                 self.on_wait()
-            while self._advance():
-                pass
+            self.tail.advance(engine.scheduler.least_emitted, self.workers.scored())
 
     def on_finish(self, request: RunningRequest) -> None:
         """Queues the response for scoring."""
@@ -289,7 +289,7 @@ class Collector(RolloutObserver):
             self.on_wait()  # the workers start at once
 
     def on_wait(self) -> bool:
-        """Scores a response, draws a prompt or begins the update; False if there is no work."""
+        """Scores a response, or draws a prompt of the next step; False if there is no work."""
         if self._ended:
             at, prompt, request = self._ended.popleft()
             finished = request.finish == "stop"
@@ -299,16 +299,10 @@ class Collector(RolloutObserver):
             self.workers.score()
             return True
         if len(self._ahead) >= self._most_ahead:
-            return self._advance()
+            return False
         index = self.prompts_drawn + len(self._ahead)
         self._ahead[index] = self.task.prompt("train", index)
         return True
-
-    def _advance(self) -> bool:
-        if self.tail is None:
-            return False
-        least = self.session.engine.scheduler.least_emitted
-        return self.tail.advance(least, self.workers.scored())
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         ids = self.encoder(prompt.text)

@@ -23,7 +23,6 @@ from ..model.fetch import SMOLLM2_CONFIG, is_smollm2
 from ..model.spec import DTYPES, ModelSpec
 from ..policy import logprobs
 from ..policy.packed_forward import LONG_TOKENS
-from ..policy.row_graphs import can_capture
 from ..policy.weights import MOMENTS, PART_NUMBERS
 from ..rollout.pages import pages_for
 from ..rollout.plan import BucketPlan, draft_bytes
@@ -38,7 +37,6 @@ CHUNK_ARRAYS, CHUNK_ARRAYS_OP_BY_OP = 2, 5
 # results, norms, sums. Counted in the code, not measured on a GPU.
 STEP_WIDTHS = 20
 CONTEXT, GRAPHS, STEP = "CUDA context", "graphs", "drafter's captured step"
-ROW_GRAPHS = "graphs of rows"
 PAGES = ("KV pages", "feature pages", "drafter KV pages")  # `engine.free_in_update`
 CONTEXT_BYTES = 600 << 20  # a CUDA context with the workspaces of its libraries
 
@@ -120,20 +118,11 @@ class RunShape:
             # The sums of earlier micro-batches.
             phases = {phase: kept | needs for phase, needs in phases.items()}
         phases |= {"update, its end": kept | phases["update, its end"], "optimizer": dict(kept)}
-        freed = config.engine.free_in_update == "true"
-        model = config.run.device, spec.dtype, spec.hidden_size
-        if not freed and can_capture(config.grpo, *model, ranks):
-            captured = update_bytes(spec, replace(row, separate=False))
-            logits = captured["update, logits"]
-            inner = captured["update, layers"] | {"activations": logits.pop("activations")}
-            always |= gradients | {ROW_GRAPHS: sum(inner.values())}
-            if longest <= tokens:  # else such a row runs op by op
-                phases = {"update, logits": logits}
         if on_card and offload == "moments":
             numbers = PART_NUMBERS + max(map(math.prod, spec.shapes().values())) // ranks
             share = min(1.0, numbers * ranks / spec.num_parameters)
             phases["optimizer"]["moments of a part"] = int(trained["Adam"] * share)
-        if freed:
+        if config.engine.free_in_update == "true":
             phases["rollout"] = {part: always.pop(part) for part in PAGES if part in always}
         return Footprint(always, phases, sum(moved.values()) if on_card else 0)
 

@@ -188,10 +188,7 @@ class _Start:
         blank.generation_config = policy.generation_config
         reference = functools.partial(self.reference, policy, tokenizer)
         device = torch.device(config.run.device)
-        grpo = config.grpo
-        if config.engine.free_in_update == "true":  # graphs would keep the memory of the update
-            grpo = replace(grpo, graphs="off")
-        trainer = PolicyTrainer(policy, grpo, reference, world, device)
+        trainer = PolicyTrainer(policy, config.grpo, reference, world, device)
         coordinator = None
         if rollout.spot is not None and config.spot.mode == "coordinated":
             coordinator = Coordinator(world, rollout.spot)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from typing import Any
 
@@ -15,12 +16,17 @@ import torch
 from ..common.world import World
 from ..config.load import Config
 from ..drafter.partition import Partition, partition_of
+from ..drafter.thread import StepThread
 from ..drafter.trainer import SpotTrainer
 from ..policy.early import Ahead, EarlyGradients, why_not_early
 from ..policy.trainer import PolicyTrainer
 from ..rollout.request import Response
 
-SMS = 32  # multiprocessors of the partition
+# Switch interval of Python's threads while both run. With the default, 5 ms, each launch of the
+# rollout could wait so long for the thread of the update.
+SWITCH_S = 5e-5
+
+SMS = 64  # multiprocessors of the partition
 
 Keeps = Callable[[Sequence[Response], Sequence[float]], Sequence[bool]]
 Groups = tuple[list[Response], list[float], list[bool]]
@@ -30,10 +36,10 @@ NONE: Groups = ([], [], [])
 class TailUpdate:
     """Adds up gradients of groups that no other group of the rollout can precede.
 
-    On a GPU the rollout's thread launches their rows, which are CUDA graphs, on some
-    multiprocessors of their own, one at a time. On a CPU they are computed between two passes.
-    Whenever they are computed, their micro-batches are the first ones of the update, so its result
-    does not depend on it. A failure is a warning: the update then begins after the rollout.
+    On a GPU a thread launches them on some multiprocessors of their own, beside the passes of the
+    rollout; on a CPU they are computed between two passes. Whenever they are computed, their
+    micro-batches are the first ones of the update, so its result does not depend on it. A failure
+    is a warning: the update then begins after the rollout.
 
     Args:
         trainer: of the policy.
@@ -58,11 +64,15 @@ class TailUpdate:
         self.partition: Partition | None = None
         if trainer.weights.device.type == "cuda":
             self.partition = partition_of(sms, trainer.weights.device)
+        self.threaded = self.partition is not None
+        self.thread = StepThread(self._step, self.early.wait, self._fail)
         # Whether gradients on the partition have the bits of those on the card; None: unknown.
         self.exact: bool | None = True if self.partition is None else None
         self._open = False  # between begin and end of a rollout
         self._groups: dict[int, list[tuple[int, Response]]] = {}
-        self._work = self._ended_with = NONE  # what to compute, and what was computed
+        self._work: Groups = NONE
+        self._ended_with = NONE  # the last work that is complete
+        self._interval = sys.getswitchinterval()
 
     @staticmethod
     def of(
@@ -75,19 +85,17 @@ class TailUpdate:
         sms: int = SMS,
     ) -> TailUpdate | None:
         """The tail update of a run; None if it is off. The reason is noted."""
-        if config.grpo.graphs != "tail":
+        if not config.grpo.tail_tokens:
             return None
         reason = why_not_early(config.grpo, world.size)
         if config.engine.free_in_update == "true":
             reason = "memory holds either the KV cache or the update (engine.free_in_update)"
-        elif trainer.weights.device.type == "cuda" and trainer.weights.graphs is None:
-            reason = reason or "its rows are no CUDA graphs"
         if not reason:
             try:
                 return TailUpdate(trainer, sms, config.grpo.samples_per_prompt, keeps, spot, note)
             except RuntimeError as error:
                 reason = f"no partition of the GPU ({error})"
-        note(f"grpo.graphs=tail: the update begins after the rollout; {reason}")
+        note(f"grpo.tail_tokens: the update begins after the rollout; {reason}")
         return None
 
     # ---- during the rollout ---------------------------------------------------------------------
@@ -109,46 +117,34 @@ class TailUpdate:
         if self._open:
             self._groups[response.request.group].append((place, response))
 
-    def advance(self, least: int, rewards: Mapping[int, float]) -> bool:
-        """Adds up the gradient of a row of final groups, unless one is in flight.
+    def advance(self, least: int, rewards: Mapping[int, float]) -> None:
+        """Adds up gradients of the final groups; call between bursts of passes.
 
         Args:
             least: tokens of the unfinished response that has the fewest.
             rewards: those known so far.
-
-        Returns:
-            Whether a row was launched or, on a CPU, computed.
         """
-        busy = self.early.in_flight
+        if self._open:
+            final = self._final(least, rewards)
+            if len(final) * self.samples > len(self._work[0]):
+                self._work = self._listed(final, rewards)
+            if self._ended_with is not self._work and not self.thread.running:
+                self._start()
         if self.spot is not None:
-            self.spot.paused = busy
-        if busy or not self._open:
-            return False
-        final = self._final(least, rewards)
-        if len(final) * self.samples > len(self._work[0]):
-            self._work = self._listed(final, rewards)
-        if self._ended_with is self._work:
-            return False
+            self.spot.paused = self.thread.running
+
+    def _start(self) -> None:
+        if not self.threaded:
+            try:
+                while self._step():
+                    pass
+            except Exception as error:
+                self._fail(error)
+            return
         if self.spot is not None:
             self.spot.stop()
-        try:
-            with self._there():
-                done = self.early.advance(*self._work)
-        except Exception as error:
-            self._open = False
-            warnings.warn(
-                f"update in the tail: {type(error).__name__}: {error}; it begins after the rollout",
-                stacklevel=2,
-            )
-            return False
-        if not done:
-            self._ended_with = self._work
-        if self.spot is not None:
-            self.spot.paused = done
-        return done
-
-    def _there(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.partition is None else torch.cuda.stream(self.partition.stream)
+        sys.setswitchinterval(SWITCH_S)
+        self.thread.start(None if self.partition is None else self.partition.stream)
 
     def _final(self, least: int, rewards: Mapping[int, float]) -> list[int]:
         """The groups that come first in the update, whatever the unfinished responses will be."""
@@ -174,10 +170,24 @@ class TailUpdate:
             keep += self.keeps(members, scored)
         return responses, values, keep
 
+    def _step(self) -> bool:
+        work = self._work
+        if work[0] and self.early.advance(*work):
+            return True
+        self._ended_with = work
+        return False
+
+    def _fail(self, error: BaseException) -> None:
+        self._open = False
+        warnings.warn(
+            f"update in the tail: {type(error).__name__}: {error}; it begins after the rollout",
+            stacklevel=2,
+        )
+
     # ---- after the rollout ----------------------------------------------------------------------
 
     def end(self) -> None:
-        """Call when the rollout has ended; later work of the device waits for the row in flight."""
+        """Call when the rollout has ended; waits for the running micro-batch."""
         self.early.mark_hidden()
         self._join()
         if not self._open:  # a micro-batch has failed
@@ -200,28 +210,32 @@ class TailUpdate:
 
     def _join(self) -> None:
         self._work = self._ended_with = NONE
+        self.thread.stop()
+        sys.setswitchinterval(self._interval)
         if self.partition is not None:
             torch.cuda.current_stream().wait_stream(self.partition.stream)
         if self.spot is not None:
             self.spot.paused = False
 
     def _check(self, *step: Any) -> None:
-        """Compares the gradient of a row on the partition with that on the card, once.
+        """Compares the gradient of a micro-batch on the partition with that on the card, once.
 
         Libraries may choose other kernels for fewer multiprocessors, with another order of sums.
         """
         assert self.partition is not None
-        self._trial(nullcontext(), *step)  # captures
-        alone = self._trial(nullcontext(), *step)
-        self._trial(self._there(), *step)
-        beside = self._trial(self._there(), *step)
+        card, part = torch.cuda.current_stream(), self.partition.stream
+        torch.cuda.synchronize()
+        with ThreadPoolExecutor(1) as thread:  # as in a rollout
+            compiled, alone, beside = (
+                thread.submit(self._trial, stream, step).result() for stream in (card, card, part)
+            )
         self.early.discard()
-        if alone is None or beside is None:
-            return  # the step has one row
+        if compiled is None or alone is None or beside is None:
+            return  # the step has one micro-batch
         self.exact = alone[0] == beside[0]
         if self.exact:
             self.note(
-                f"update in the tail: a row takes {1e3 * beside[1]:.0f} ms on"
+                f"update in the tail: a micro-batch takes {1e3 * beside[1]:.0f} ms on"
                 f" {self.partition.sms} multiprocessors, {1e3 * alone[1]:.0f} on the card, with"
                 " equal gradients"
             )
@@ -232,18 +246,11 @@ class TailUpdate:
                 stacklevel=2,
             )
 
-    def _trial(
-        self,
-        there: AbstractContextManager[Any],
-        responses: Sequence[Response],
-        rewards: Sequence[float],
-        keep: Sequence[bool],
-    ) -> tuple[list[int], float] | None:
-        """The bits of a row's gradient, and its seconds; None: there is one row."""
+    def _trial(self, stream: torch.cuda.Stream, step: Any) -> tuple[list[int], float] | None:
+        """The bits of a micro-batch's gradient, and its seconds; None: there is no micro-batch."""
         self.early.discard()
-        torch.cuda.synchronize()
         begin = time.perf_counter()
-        with there:
-            if not self.early.advance(responses, rewards, keep, captures=True):
+        with torch.cuda.stream(stream):
+            if not self.early.advance(*step):
                 return None
             return self.early.trainer.weights.gradient_bits(), time.perf_counter() - begin

@@ -1,11 +1,12 @@
-"""The update that begins in the tail of the rollout: steps of `preset=h100` by place.
+"""The update that begins in the tail of the rollout: steps of `preset=h100` by place and row size.
 
 Cases alternate in one run from the warm start, whose drafter is frozen, so that start and
-compilation are paid once. A case is the number of multiprocessors that compute the first rows
-during the tail; with 0 the update begins after the rollout. `median_us` is the time of a step. All
-steps repeat the same prompts with a learning rate that changes no weight, so their responses are
-the same ones. A case whose gradients on the partition differ from those on the card is left out.
-`bench all` leaves the benchmark out.
+compilation are paid once. A case `64x32768x98304` computes the first row of the update, of 32,768
+tokens, on 64 multiprocessors during the tail; the other rows have 98,304 tokens. `0x0x98304` begins
+after the rollout. `median_us` is the time of a step. All steps repeat the same prompts with a
+learning rate that changes no weight, so their responses are the same ones. A case whose gradients
+on the partition differ from those on the card is left out. `bench all` leaves the benchmark out,
+since the update in the tail is off by default.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from profiling.studies.grpo_runs import WARMED
 
 NEEDS_WARM_START = True
 IN_ALL = False
-CASES, QUICK_CASES = "0,32,64,96", "0,64"
-ROWS = ["grpo.graphs=rows", "grpo.micro_batch_tokens=16384"]  # under further settings
+CASES = "64x32768x98304,0x0x98304,64x16384x98304,0x0x65536,96x32768x98304"
+QUICK_CASES = "64x32768x98304,0x0x98304"
 NO_LR = 1e-30  # a step of Adam with it rounds to nothing
 FIRST_STEPS = 2  # not counted: they compile, capture graphs and compare gradients
 
@@ -46,15 +47,9 @@ def options(words: Sequence[str]) -> argparse.Namespace:
 def run(bench: Bench) -> None:
     chosen = options(bench.options)
     names = (chosen.cases or (QUICK_CASES if bench.quick else CASES)).split(",")
-    cases = [int(name) for name in names]
+    cases = {name: tuple(map(int, name.split("x"))) for name in names}
     with tempfile.TemporaryDirectory() as root:
-        words = [
-            *bench.words[:1],
-            *ROWS,
-            *bench.settings,
-            *WARMED,
-            f"model.path={make_warm_start(bench.words)}",
-        ]
+        words = [*bench.words, *WARMED, f"model.path={make_warm_start(bench.words)}"]
         words += ["spot.mode=off", "run.eval_prompts=0", f"run.root={root}"]
         made = start_run(load_config(words), say)
         try:
@@ -63,29 +58,32 @@ def run(bench: Bench) -> None:
             made.close(whole=False)
 
 
-def measure(bench: Bench, run: Run, cases: Sequence[int], repeats: int) -> None:
+def measure(bench: Bench, run: Run, cases: dict[str, tuple[int, ...]], repeats: int) -> None:
     """Makes the steps and adds a row for each case."""
-    tails, found = {sms: tail_of(run, sms) for sms in cases}, {sms: list[Any]() for sms in cases}
-    run.trainer.cfg = replace(run.trainer.cfg, lr=NO_LR)
+    tails = {sms: tail_of(run, sms) for sms, _, _ in cases.values()}
+    config, found = replace(run.trainer.cfg, lr=NO_LR), {name: list[Any]() for name in cases}
     for _ in range(FIRST_STEPS):
+        _, first, rows = next(iter(cases.values()))
+        run.trainer.cfg = replace(config, tail_tokens=first, micro_batch_tokens=rows)
         batch = gather(run)
         for tail in filter(None, tails.values()):
             tail.take(batch.responses, batch.rewards, batch.keep)
         finish(run, batch)
     for _ in range(repeats):
-        for sms in cases:
+        for name, (sms, first, rows) in cases.items():
+            run.trainer.cfg = replace(config, tail_tokens=first, micro_batch_tokens=rows)
             run.collector.tail = tails[sms]
-            found[sms].append(finish(run, gather(run)))
-    for sms, records in found.items():
-        place = tails[sms]
+            found[name].append(finish(run, gather(run)))
+    for name, records in found.items():
+        place = tails[cases[name][0]]
         if place is not None and not place.exact:
-            say(f"{sms}: left out, other gradients on the partition, or one row a step")
+            say(f"{name}: left out, other gradients on the partition, or one row a step")
             continue
         times = [StepTimes.of(record) for record in records]
         totals = [each.total for each in times]
         hidden = [record.get("update/hidden_share", 0.0) for record in records]
         bench.add_row(
-            str(sms),
+            name,
             1e6 * statistics.median(totals),
             spread=round((max(totals) - min(totals)) / statistics.median(totals), 4),
             gen_s=round(statistics.median(t.phases["gen"] for t in times), 4),
@@ -97,7 +95,7 @@ def measure(bench: Bench, run: Run, cases: Sequence[int], repeats: int) -> None:
 
 def tail_of(run: Run, sms: int) -> TailUpdate | None:
     """The update in the tail on some multiprocessors; None = it begins after the rollout."""
-    config = replace(run.config, grpo=replace(run.config.grpo, graphs="tail" if sms else "rows"))
+    config = replace(run.config, grpo=replace(run.config.grpo, tail_tokens=sms))
     return TailUpdate.of(config, run.world, run.trainer, run.collector.keeps, None, say, sms)
 
 

@@ -1,8 +1,7 @@
 """The update of the policy by itself: SmolLM2 with a step of `preset=h100`, and a 1.5B shape.
 
 Weights and responses are random; response lengths are lognormal. `compiled` is the update as it is,
-`single ops` runs its elementwise parts one by one, and in `graphs` rows are CUDA graphs
-(`grpo.graphs`), also short ones. `mfu` counts six operations a parameter and
+`single ops` runs its elementwise parts one by one. `mfu` counts six operations a parameter and
 token and those of causal attention, over `PEAK_TFLOPS`. The time that the first update takes for
 compilation is not counted.
 """
@@ -25,19 +24,9 @@ from profiling.rig.subjects import PROMPT_LEN, QWEN2_15B, SMOLLM2, responses_of
 
 PEAK_TFLOPS = 790  # of an H200 in bf16
 WARM_UPS, UPDATES = 2, 3
-# Shape, tokens of a step, settings.
-SHAPES: dict[str, tuple[Any, int, list[str]]] = {
-    "smollm2": (SMOLLM2, 97_000, []),
-    "15b": (QWEN2_15B, 65_000, ["grpo.micro_batch_tokens=16384"]),
-}
-COMPILED, SINGLE = fused.LEAST_WIDTH, 1 << 30  # narrowest rows that are compiled
-# Further settings and that width.
-ARMS: dict[str, tuple[list[str], int]] = {
-    "compiled": ([], COMPILED),
-    "single ops": ([], SINGLE),
-    "graphs": (["grpo.graphs=rows"], COMPILED),
-    "graphs of short rows": (["grpo.graphs=rows", "grpo.micro_batch_tokens=16384"], COMPILED),
-}
+# Shape, tokens of a step, tokens of a packed row; 0: those of the settings (`--set`).
+SHAPES = {"smollm2": (SMOLLM2, 97_000, 0), "15b": (QWEN2_15B, 65_000, 16_384)}
+ARMS = {"compiled": fused.LEAST_WIDTH, "single ops": 1 << 30}  # narrowest rows that are compiled
 
 
 def tflop(shape: Any, parameters: int, responses: list[Response]) -> float:
@@ -49,19 +38,18 @@ def tflop(shape: Any, parameters: int, responses: list[Response]) -> float:
 
 
 def run(bench: Bench) -> None:
-    for arm, (words, width) in ARMS.items():
-        for name, (shape, tokens, rows) in SHAPES.items():
+    for name, (shape, tokens, row_tokens) in SHAPES.items():
+        for arm, width in ARMS.items():
             left_out = bench.quick and (name, arm) != ("smollm2", "compiled")
-            short = rows and words[1:]  # they are already
-            if bench.wanted(f"{name} {arm}") and not (left_out or short):
-                with bench.part(f"{name} {arm}"):
-                    measure(bench, f"{name} {arm}", shape, tokens, [*rows, *words], width)
+            if bench.wanted(f"{name} {arm}") and not left_out:
+                measure(bench, f"{name} {arm}", shape, tokens, row_tokens, width)
 
 
-def measure(bench: Bench, case: str, shape: Any, tokens: int, words: list[str], width: int) -> None:
+def measure(bench: Bench, case: str, shape: Any, tokens: int, row_tokens: int, width: int) -> None:
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
-    config = load_config([*bench.words, *words])
+    rows = [f"grpo.micro_batch_tokens={row_tokens}"] if row_tokens else []
+    config = load_config([*bench.words, *rows])
     trainer = PolicyTrainer(model, config.grpo)
     responses = responses_of(tokens, shape.vocab_size)
     rewards = [float(i % 2) for i in range(len(responses))]

@@ -40,7 +40,7 @@ class Cfg:
     epochs: int = 1
     minibatches: int = 1
     micro_batch_tokens: int = 1024
-    graphs: str = "off"
+    tail_tokens: int = 0
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     entropy_coef: float = 0.0
@@ -431,7 +431,8 @@ def test_packing_keeps_each_document_once_within_the_budget():
         assert sorted(i for row in rows for i in row) == list(range(8))
         assert all(len(row) == 1 or sum(lengths[i] for i in row) <= budget for row in rows)
     assert pack([], 10) == []
-    assert pack([3, 4, 5, 6, 30, 1, 2], 12) == [[2, 1, 0], [3], [4], [6, 5]]
+    assert pack([3, 4, 5, 6, 30, 1, 2], 12, first=8) == [[1, 0], [3, 2], [4], [6, 5]]
+    assert pack([3, 4, 5, 6], 8, first=12) == pack([3, 4, 5, 6], 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

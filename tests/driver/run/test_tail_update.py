@@ -8,17 +8,17 @@ import torch
 from driver.common.errors import UserError
 from driver.common.stop import Stopped
 from driver.config.load import load_config
-from driver.policy import fused, row_graphs
 from driver.policy.early import EarlyGradients, why_not_early
 from driver.policy.trainer import PolicyTrainer
 from driver.run.start import start_run
 from driver.run.tail_update import TailUpdate
 from tests import kit
 from tests.driver.policy.test_trainer import Cfg, make_model, make_responses
+from tests.driver.run.test_collector import with_device
 from tests.driver.run.test_run import WORDS
 
 STEPS = 4
-TAIL = "grpo.graphs=tail"
+TAIL = "grpo.tail_tokens=80"
 RUN = [
     *WORDS,
     "warmup.steps=0",
@@ -114,6 +114,16 @@ def test_gradients_are_those_of_the_update_after_the_rollout(start, after, words
     assert all(0.0 < share < 1.0 for share in hidden(found))
 
 
+def test_the_first_row_alone_may_be_small(start):
+    """Then it is done in the tail, and its size belongs to the update wherever it is done."""
+    words = ["grpo.tail_tokens=60", "grpo.micro_batch_tokens=4000"]
+    early, late = start(*words), start(*words, *SPECULATION["off"])
+    late.collector.tail = None
+    found = make_steps(early)
+    assert_same(found, make_steps(late))
+    assert all(0.0 < share < 0.3 for share in hidden(found))
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -131,19 +141,32 @@ def test_gradients_of_other_losses_are_equal_too(start, words):
     assert any(hidden(early))
 
 
+def as_many_threads(monkeypatch):
+    """The thread of a GPU's update would use one core, whose sums may differ from several ones'."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+
+
+def test_a_thread_beside_the_passes_changes_nothing(start, after, monkeypatch):
+    """Chance decides how many micro-batches are complete when the rollout ends."""
+    as_many_threads(monkeypatch)
+    run = with_device(start(TAIL, *SPECULATION["off"]))
+    run.collector.tail.threaded = True
+    found, spot = make_steps(run), run.rollout.spot
+    assert_same(found, after)
+    assert spot is None and not run.collector.tail.thread.running
+
+
 @kit.gpu
 @kit.needs_gpu
-def test_a_partition_of_a_card_changes_nothing(start, monkeypatch):
-    for module in (fused, row_graphs):
-        monkeypatch.setattr(module, "LEAST_WIDTH", 128)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_partition_of_a_card_changes_nothing(start, dtype):
     words = [
         "run.device=cuda",
-        "model.dtype=bfloat16",
+        f"model.dtype={dtype}",
         "model.hidden_size=128",
         "engine.page_size=16",
-        "grpo.micro_batch_tokens=256",
     ]
-    plain, early = (start(*words, more) for more in ("grpo.graphs=rows", TAIL))
+    plain, early = (start(*words, *more) for more in ([], [TAIL]))
     wanted, found = make_steps(plain), make_steps(early)
     assert_same(found, wanted)
     assert early.collector.tail.exact and hidden(found)[0] == 0.0  # the first update compares
@@ -193,7 +216,7 @@ def test_least_counts_what_has_ended_and_is_not_reported(start):
         of = scheduler()
         states = [*of.running, *of.waiting, *of._finished]
         seen.append((least, min(s.num_emitted for s in states) if states else 0, len(of._finished)))
-        return advance(least, rewards)
+        advance(least, rewards)
 
     tail.advance = noted
     run.gather()
@@ -215,12 +238,11 @@ def break_once(run, error):
     advance, calls = tail.advance, []
 
     def failing(*of):
-        done = advance(*of)
+        advance(*of)
         if len(tail.early._done) >= 2 and not calls:
             calls.append(summed(run))
             run.collector.stop.name = getattr(error, "name", "")  # of the signal
             raise error
-        return done
 
     tail.advance = failing
     return calls
@@ -255,7 +277,8 @@ def test_a_refilled_rollout_discards_its_sums(start, monkeypatch):
     assert first == 0.0 and second > 0.0
 
 
-def test_a_micro_batch_that_fails_is_a_warning(start, after, monkeypatch):
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_micro_batch_that_fails_is_a_warning(start, after, monkeypatch, threaded):
     backward, calls = PolicyTrainer.backward, []
 
     def failing(self, *of):
@@ -266,6 +289,8 @@ def test_a_micro_batch_that_fails_is_a_warning(start, after, monkeypatch):
         return done
 
     run = start(TAIL, *SPECULATION["off"])
+    run.collector.tail.threaded = threaded
+    as_many_threads(monkeypatch)
     monkeypatch.setattr(PolicyTrainer, "backward", failing)
     with pytest.warns(UserWarning, match="update in the tail: OutOfMemoryError: no memory"):
         found = make_steps(run, 1)
@@ -299,6 +324,6 @@ def test_updates_that_need_the_whole_step_begin_after_it(options, ranks, reason)
 def test_the_reason_why_it_is_off_is_noted_once(start):
     run = start(TAIL, "grpo.minibatches=2")
     assert run.collector.tail is None
-    (line,) = [note for note in run.notes if "grpo.graphs" in note]
-    assert line.startswith("grpo.graphs=tail: the update begins after the rollout; grpo.epochs")
-    assert not [note for note in start("grpo.minibatches=2").notes if "grpo.graphs" in note]
+    (line,) = [note for note in run.notes if "tail_tokens" in note]
+    assert line.startswith("grpo.tail_tokens: the update begins after the rollout; grpo.epochs")
+    assert not [note for note in start("grpo.minibatches=2").notes if "tail_tokens" in note]
