@@ -18,7 +18,7 @@ def pytest_addoption(parser):
 def pytest_cmdline_main(config):
     """Runs the whole suite in three processes; selected files, and GPU machines, take one.
 
-    On two cores that is 12 % faster than two processes, since some tests wait for others' time limits.
+    On two cores that is 12 % faster than two, since some tests wait for a time limit.
     Some GPU tests measure the free memory of the card, which a second process changes.
     """
     option = config.option
