@@ -186,7 +186,7 @@ def _finished(figure: Figure, axes: Axes, *, below: bool = False) -> Figure:
     if not axes.get_legend_handles_labels()[0]:
         axes.text(0.5, 0.5, "no data yet", ha="center", va="center", transform=axes.transAxes)
     elif below:
-        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        figure.legend(loc="outside lower center", ncols=3, columnspacing=1, frameon=False)
     else:
         axes.legend(frameon=False)
     return figure
