@@ -186,7 +186,8 @@ def _finished(figure: Figure, axes: Axes, *, below: bool = False) -> Figure:
     if not axes.get_legend_handles_labels()[0]:
         axes.text(0.5, 0.5, "no data yet", ha="center", va="center", transform=axes.transAxes)
     elif below:
-        figure.legend(loc="outside lower center", ncols=3, columnspacing=1, frameon=False)
+        sizes = {"ncols": 3, "columnspacing": 1, "handlelength": 1.4}  # fit `to_svg`
+        figure.legend(loc="outside lower center", frameon=False, **sizes)
     else:
         axes.legend(frameon=False)
     return figure

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from driver.common.errors import UserError
 from driver.records import plots
+from driver.records.phases import PHASES
 from driver.records.progress import Progress, step_line
 
 pytestmark = pytest.mark.figures
@@ -87,6 +88,17 @@ def test_the_legend_of_step_times_covers_no_bar(tmp_path):
     widths = rows.sum(1)
     whole = widths[widths > 0.5 * widths.max()]  # without the legend's own patch
     assert len(whole) > 200 and whole.min() == whole.max()
+
+
+def test_a_legend_of_all_phases_is_not_wider_than_the_chart():
+    phases = {f"timing_s/{name}": 0.1 for name in PHASES}
+    figure = plots.plot_step_times([{"step": 1, "timing_s/step": 1.0, **phases}])
+    plots.to_svg(figure)  # sets the size
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == len(PHASES) + 1
+    extent = legend.get_window_extent()
+    assert extent.x0 >= 0 and extent.x1 <= figure.bbox.width
 
 
 def test_each_strategy_covers_its_share_of_time_and_requests(tmp_path):
