@@ -206,8 +206,9 @@ class Session(SharedEngine):
         if not (isinstance(samples, Integral) and samples > 0):
             raise UserError(f"samples: must be at least 1, got {shown(samples)}")
         if not (params is None or isinstance(params, SamplingParams)):
+            # `driver` and `tlt_ext.driver` are two packages, each with its own classes.
             home, other = SamplingParams.__module__, type(params).__module__
-            got = f"{shown(params)} of {other}"  # as tlt_ext.driver, with classes of its own
+            got = f"{shown(params)} of {other}"
             raise UserError(f"params: must be SamplingParams of {home}, got {got}")
         listed = [prompts] if isinstance(prompts, (str, Request)) else prompts
         if not isinstance(listed, Iterable) or isinstance(listed, (Mapping, bytes)):
