@@ -45,21 +45,12 @@ class RunConfig(Section, prefix="run."):
     keep_checkpoints: int = setting(2, "newest checkpoints that stay on the disk", low=1)
     resume: bool = setting(False, "continue the run in this folder from its last checkpoint")
     timeout_s: float = setting(600.0, "seconds that a rank waits for another one", above=0)
-    capture: str = setting(
-        "",
-        "op:step, such as tree_attention:3: save inputs of this op of `tlt_ext` in this step, for"
-        " `python -m profiling.kernels.replay`; empty: none",
-    )
     check_memory: bool = setting(True, "refuse a run that a card would not hold at full length")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise UserError(f"run.device: must be cpu, cuda or cuda:N, got {self.device!r}")
-        if not re.fullmatch(r"([a-z_]+:[1-9][0-9]{0,8})?", self.capture):
-            raise UserError(
-                f"run.capture: must be op:step, such as tree_attention:3, got {self.capture!r}"
-            )
         if "/" in self.name or self.name in (".", ".."):
             raise UserError(
                 f"run.name: must be a plain folder name, got {self.name!r}; run.root is its place"

@@ -301,8 +301,7 @@ class RolloutEngine:
         """Records what the passes emitted and retires finished requests."""
         rows = self.ring.collect(burst.begin, burst.end, len(batch))
         self.scheduler.record(batch.running, rows, burst.strategy, burst.version)
-        # Otherwise the bandit has opened another window, or passes take longer than usual.
-        if burst.strategy == self._choice and not self.runner.bypass_graphs:
+        if burst.strategy == self._choice:  # otherwise the bandit has opened another window
             self.bandit.record(burst.total, burst.elapsed_s, burst.passes, burst.request_passes)
         self.stats.add_burst(burst, burst.begun_s - self._started, self._traced)
         done = self.scheduler.retire(self._goes_on)

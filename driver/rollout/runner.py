@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,7 +91,6 @@ class PassRunner:
     state: BatchState
     ring: tlt_ext.PassRing
     graphs: PassGraphs | None = None
-    bypass_graphs: bool = False  # launch op by op although there are graphs
 
     @property
     def longest(self) -> int:
@@ -103,19 +101,6 @@ class PassRunner:
         """Captures the graphs that can be captured; no request may run."""
         if self.graphs is not None:
             self.graphs.capture()
-
-    @contextmanager
-    def op_by_op(self) -> Iterator[None]:
-        """Inside the block, Python launches every op, for the same tokens; no request may run.
-
-        Captures graphs first, so that calls inside the block are those of passes only.
-        """
-        self.prepare()
-        self.bypass_graphs = self.graphs is not None
-        try:
-            yield
-        finally:
-            self.bypass_graphs = False
 
     def most_passes(self, count: int, strategy: Strategy) -> int:
         """Passes that can be made without the host in between."""
@@ -197,6 +182,6 @@ class PassRunner:
 
     def _cell(self, count: int, strategy: Strategy) -> Cell | None:
         """The graph of the passes; None: they are launched op by op."""
-        if self.graphs is None or self.bypass_graphs:
+        if self.graphs is None:
             return None
         return self.graphs.find(count, strategy)

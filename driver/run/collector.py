@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..common.errors import UserError
@@ -25,7 +24,6 @@ from ..rollout.stats import RolloutStats
 from ..session.session import Session
 from ..tasks import Prompt, Task
 from ..tasks.workers import RewardWorkers
-from .capture import Capture, capture_op
 from .prompt_lengths import PromptLengths
 from .ranks import RankTimes
 from .tail_update import TailUpdate
@@ -68,7 +66,6 @@ class Collector(RolloutObserver):
     params: SamplingParams  # of every request
     workers: RewardWorkers  # score during the rollout if there are worker processes
     coordinator: Coordinator | None  # trains the drafter while ranks are idle
-    captures: Path | None  # folder of captured ops; None = this rank captures none
     stop: StopRequest  # ends a rollout after a signal
     tools: Tools | None = None  # answer turns
     tail: TailUpdate | None = None  # begins the update during the rollout
@@ -187,7 +184,7 @@ class Collector(RolloutObserver):
             self.tail.begin(first=refill == 0)
         groups = dict(enumerate(prompts, first))
         responses: list[Response] = []
-        with self.phases("gen"), self._capturing(step), contextlib.suppress(Stopped):
+        with self.phases("gen"), contextlib.suppress(Stopped):
             responses = self.roll_out(groups, requests)
         if self.tail is not None:
             with self.phases("update_actor"):
@@ -204,19 +201,6 @@ class Collector(RolloutObserver):
                 self.coordinator.finished()
         part = _Part(responses, rewards, stats, tools, seconds, self.stop.name)
         return self._together(prompts, ids, part)
-
-    @contextlib.contextmanager
-    def _capturing(self, step: int) -> Iterator[None]:
-        """Captures inputs of an op if this is the configured step, with graphs off."""
-        capture = Capture.parse(self.config.run.capture, self.config.run.steps)
-        if capture is None or capture.step != step + 1:
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.session.engine.runner.op_by_op())
-            if self.captures is not None:
-                stack.enter_context(capture_op(capture, self.captures))
-            yield
 
     def _together(self, prompts: list[Prompt], ids: list[list[int]], own: _Part) -> Experience:
         """The responses of all ranks, in the order of the prompts."""

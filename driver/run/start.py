@@ -37,7 +37,6 @@ from ..session.session import Session
 from ..tasks import Task, make_task
 from ..tasks.workers import RewardWorkers
 from .assemble import check_ranks, longest_request, prompt_encoder
-from .capture import Capture
 from .collector import Collector
 from .dry_run import check_run
 from .run import Run, write_folder
@@ -65,7 +64,6 @@ def start_run(config: Config, note: Callable[[str], None], stop: StopRequest | N
         # Invalid settings are reported before the run folder is created.
         use_device(config.run.device)
         check_dtype(config)
-        Capture.parse(config.run.capture, config.run.steps)
         task = make_task(**asdict(config.task))
         if task.has_turns and config.engine.tensor_parallel > 1:
             raise UserError(
@@ -202,7 +200,6 @@ class _Start:
             params,
             RewardWorkers(task, config.reward),
             coordinator,
-            folder.path / "captures" if folder else None,
             self.stop,
             Tools.of(task, encode, config),
         )

@@ -3,7 +3,6 @@
 #
 #   profiling/kernels/ncu.sh attention                          # the cases of the targets
 #   profiling/kernels/ncu.sh attention --only 'tree16 b1 kv8192'
-#   profiling/kernels/ncu.sh replay runs/tiny/captures          # inputs of a real run
 #
 # Profiles the launches inside the range `profile_target`, one call a case.
 # Writes profiling/out/<op>.ncu-rep and .csv. Run on an H100 for attention (6ecb0d9): a table of 6 launches.
@@ -11,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 if [ $# -lt 1 ]; then
-  sed -n '2,8s/^# \{0,1\}//p' "$0"
+  sed -n '2,7s/^# \{0,1\}//p' "$0"
   exit 2
 fi
 op=$1
@@ -22,13 +21,11 @@ if ! command -v ncu >/dev/null; then
 fi
 mkdir -p profiling/out
 report=profiling/out/$op
-target=(profiling.bench "$op" --quick)
-if [ "$op" = replay ]; then target=(profiling.kernels.replay); fi
 metrics=$("$python" -m profiling.kernels.ncu_table --metrics)
 # Unlocked clocks, as in the benchmarks.
 ncu --force-overwrite --export "$report.ncu-rep" --target-processes all --clock-control none \
   --nvtx --nvtx-include "profile_target/" --metrics "$metrics" \
-  "$python" -m "${target[@]}" --profile "$@"
+  "$python" -m profiling.bench "$op" --quick --profile "$@"
 ncu --import "$report.ncu-rep" --csv --page raw --print-units base >"$report.csv"
 "$python" -m profiling.kernels.ncu_table "$report.csv"
 echo "wrote $report.ncu-rep and $report.csv"

@@ -151,43 +151,6 @@ def test_switching_speculation_during_a_rollout(policy, plain, pool):
         assert rollout.engine.stats.switches > 3
 
 
-class Counting(Choose):
-    """Counts the recorded windows."""
-
-    recorded = 0
-
-    def record(self, *_):
-        self.recorded += 1
-
-
-@pytest.mark.parametrize("strategy", ["off", "learned:4,3,12", "hybrid:4,3,12"])
-def test_op_by_op_bypasses_graphs(policy, plain, strategy):
-    """The same tokens in passes launched by Python, which the bandit does not record."""
-    rollout = looping(policy)
-    engine, pool = rollout.engine, rollout.engine.runner.graphs._pool
-    generate(rollout, requests(), strategy, horizon=64)
-    launches = pool.launches
-    with engine.runner.op_by_op():
-        engine.bandit = Counting(strategy, horizon=64)
-        assert same(engine.generate(requests(), record=False), plain)
-    assert pool.launches == launches and engine.bandit.recorded == 0
-    assert engine.stats.bursts == engine.stats.target_passes
-    assert (engine.stats.spec_passes > 0) == (strategy != "off")
-    engine.bandit = Counting(strategy, horizon=64)
-    assert same(engine.generate(requests(), record=False), plain)
-    assert engine.stats.bursts < engine.stats.target_passes
-    assert pool.launches > launches and engine.bandit.recorded == engine.stats.bursts
-
-
-def test_without_graphs_op_by_op_passes_are_recorded(policy, plain):
-    engine = make_rollout(policy).engine
-    engine.bandit = Counting("off")
-    with pytest.raises(RuntimeError), engine.runner.op_by_op():
-        assert same(engine.generate(requests(), record=False), plain)
-        raise RuntimeError
-    assert engine.bandit.recorded == engine.stats.bursts > 0 and not engine.runner.bypass_graphs
-
-
 def drafter_kv(rollout, *menu, jobs=None, on_pass=None, **options):
     """The drafter's keys and values of each finished request, by request."""
     engine, runner, found = rollout.engine, rollout.spot.runner, {}

@@ -16,7 +16,6 @@ from driver.config.strategy import OFF, Strategy
 from driver.model.target import WHOLE_ROWS
 from driver.rollout.graphs import PassGraphs
 from driver.rollout.plan import GraphCost
-from driver.run.capture import Capture, capture_op
 from tests import kit
 from tests.driver.hugging_face import random_model
 from tests.driver.rollout.test_engine import (
@@ -92,30 +91,6 @@ def test_the_host_wakes_for_bursts_not_for_passes(looped):
     generate(looped, requests(count=1, new=60, stop=()), "off", horizon=64)
     assert looped.engine.stats.target_passes == 60
     assert looped.engine.stats.bursts <= 3
-
-
-@pytest.mark.parametrize(
-    ("strategy", "rows", "share"), [("off", 1, 0.5), ("learned:4,3,12", 12, 0.25)]
-)
-def test_a_captured_step_holds_the_calls_of_passes(looped, plain, tmp_path, strategy, rows, share):
-    """Passes of the captured step run op by op although graphs are on; later ones use graphs.
-
-    Other calls are those of prompts and of the drafter.
-    """
-    capture = Capture("tree_attention", step=3, calls=16)
-    with looped.engine.runner.op_by_op(), capture_op(capture, tmp_path):
-        assert same(generate(looped, jobs(), strategy, horizon=64), plain)
-    assert looped.engine.stats.bursts == looped.engine.stats.target_passes
-    calls = [torch.load(path)["arguments"] for path in sorted(tmp_path.iterdir())]
-    sizes = [call["rows.row_start"].diff().tolist() for call in calls]
-    decode = [
-        size
-        for size, call in zip(sizes, calls, strict=True)
-        if call["rows.context_len"].min() > 0 and set(size) == {rows}
-    ]
-    assert len(decode) > share * len(calls) and all(len(size) <= 8 for size in decode)
-    assert same(generate(looped, jobs(), strategy, horizon=64), plain)
-    assert looped.engine.stats.bursts < looped.engine.stats.target_passes
 
 
 @pytest.mark.parametrize("strategy", ["off", *STRATEGIES])

@@ -68,26 +68,6 @@ def test_work_during_passes_changes_no_prompt_and_no_reward(start):
         assert len(beside.collector._ahead) == (1 - step) * per_step
 
 
-def test_no_graph_makes_the_passes_of_a_captured_step(start):
-    """The op's calls are saved from passes launched op by op; the next step's are graphs again."""
-    words = ("engine.strategies=off", "run.steps=3")
-    plain = with_device(start(*words))
-    captured = with_device(start(*words, "run.capture=tree_attention:2"))
-    pools = [run.rollout.engine.runner.graphs._pool for run in (plain, captured)]
-    folder = captured.folder.path / "captures"
-    for step in range(3):
-        before = [pool.launches for pool in pools]
-        wanted, got = (run.collector.gather(step) for run in (plain, captured))
-        assert got == wanted
-        launched, rest = (p.launches - b for p, b in zip(pools, before, strict=True))
-        # How many passes a launch makes follows from the steps that were launched.
-        assert launched > 0 and (rest > 0) == (step != 1)
-        assert folder.exists() == (step > 0)
-    names = [path.name for path in folder.iterdir()]
-    assert 1 < len(names) <= 8
-    assert all(name.startswith("tree_attention-000002-") for name in names)
-
-
 @pytest.mark.filterwarnings("ignore:dynamic sampling")
 def test_groups_that_are_replaced_take_the_prompts_drawn_ahead(start, monkeypatch):
     """Dynamic sampling: those of the next step are the next ones, and its own are drawn behind."""
