@@ -31,7 +31,8 @@ class OwnTask(Task):
         for method in ("prompt", "reward"):
             if not callable(getattr(task, method, None)):
                 raise UserError(f"task.name={name}: no method {method}; needs prompt and reward")
-        self.name, self.task = Path(name.partition(":")[0]).stem, task
+        place = name.rpartition(":")[0].removesuffix(".py")
+        self.name, self.task = Path(place.replace(".", "/")).name, task
         stop = getattr(task, "stop", ())
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if wrong := [text for text in self.stop if not isinstance(text, str)]:

@@ -5,8 +5,9 @@ without evaluation and without the first step. Parts are means over the same ste
 rank, whose wait for the others is in `update_drafter` with the coordinator and in `gather` without.
 With the coordinator off the drafter is not trained. Needs two cards.
 
-Rows `tensor parallel` are passes of shapes with random weights that two GPUs share, against one GPU
-(`profiling/rig/tensor_parallel.py`).
+`train 7b` are two steps of the 7B of `bench big`, whose policy and optimizer FSDP2 shards; with
+`--quick` they are short. Rows `tensor parallel` are passes of shapes with random weights that two
+GPUs share, against one GPU (`profiling/rig/tensor_parallel.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import torch
 from driver.config.load import load_config
 from driver.records.folder import read_jsonl
 from driver.records.phases import PHASES
+from profiling.benches.big import BIG, FEW_GRAPHS, SHORT
 from profiling.rig.bench import Bench, say
+from profiling.rig.subjects import QWEN2_7B, save_random
 from profiling.rig.warm import make_warm_start
 from profiling.studies.grpo_runs import WARMED
 
@@ -38,13 +41,17 @@ ARMS = {
     "two GPUs": (2, []),
     "two GPUs, off": (2, ["engine.strategies=off", "spot.mode=off"]),
     "two GPUs, coordinator off": (2, ["spot.mode=off"]),
+    "two GPUs, rebalance": (2, ["spot.rebalance=4"]),
 }
+LARGE = "train 7b, two GPUs"
+LARGE_WORDS = [*BIG.split(), "grpo.offload=none", "task.name=profiling.benches.big:Scored"]
 BOTH = "two GPUs"
 RATIOS = {"step_over_one_gpu_x": "one GPU", "step_over_off_two_gpu_x": "two GPUs, off"}
 SHOWN = {
     "idle_share": "ranks/idle_share",
     "bubble_used_share": "ranks/bubble_used_share",
     "accept_length": "spec/accept_length",
+    "handed_over": "ranks/handed_over",
     **{f"{phase}_s": f"timing_s/{phase}" for phase in (*PHASES, "gather", "log")},
 }
 TOKENS = "drafter/tokens_seen"
@@ -96,25 +103,41 @@ def run(bench: Bench) -> None:
         words += [*WARMED, f"model.path={make_warm_start(words)}"]
     for arm, (ranks, own) in arms.items():
         steps = QUICK_STEPS if bench.quick else STEPS
-        with tempfile.TemporaryDirectory() as folder:
-            records = train([*words, *own], ranks, steps, Path(folder))
-        first, *later = [record for record in records if record["step"] > 0]
-        steps_s = [record["timing_s/step"] for record in later]
-        seconds[arm] = statistics.median(steps_s)
-        more = {
-            name: round(statistics.fmean(record[key] for record in later), 4)
-            for name, key in (SHOWN | of_ranks(ranks)).items()
-            if all(record.get(key) is not None for record in later)
-        }
-        more["spread"] = round((max(steps_s) - min(steps_s)) / seconds[arm], 4)
+        seconds[arm], records = steps_of(bench, arm, ranks, [*words, *own], steps)
         # Without the first step, which counts the tokens of the warm start.
-        trained = later[-1].get(TOKENS, 0) - first.get(TOKENS, 0)
-        bench.add_row(arm, 1e6 * seconds[arm], ranks=ranks, drafter_tokens=trained, **more)
-        if arm == BOTH and "bubble_used_share" in more:
-            bench.got["bubble_used_share"] = more["bubble_used_share"]
+        trained = records[-1].get(TOKENS, 0) - records[0].get(TOKENS, 0)
+        bench.rows[-1]["drafter_tokens"] = trained
+        if arm == BOTH and "bubble_used_share" in bench.rows[-1]:
+            bench.got["bubble_used_share"] = bench.rows[-1]["bubble_used_share"]
         book(bench, seconds)  # after each arm, in case the time runs out
+    if bench.wanted(LARGE):
+        with bench.part(LARGE), tempfile.TemporaryDirectory() as folder:
+            save_random(QWEN2_7B, Path(folder), "cuda" if torch.cuda.is_available() else "cpu")
+            words = [*LARGE_WORDS, FEW_GRAPHS, *(SHORT if bench.quick else [])]
+            words += [f"model.path={folder}", *bench.settings]
+            steps_of(bench, LARGE, 2, words, 2)
     if BOTH not in seconds:
         say(f"{BOTH}: not run, so no target has a figure")
+
+
+def steps_of(
+    bench: Bench, case: str, ranks: int, words: list[str], steps: int
+) -> tuple[float, list[dict]]:
+    """Makes a run and its row; the median seconds of a step after the first, and the records."""
+    with tempfile.TemporaryDirectory() as folder:
+        records = train(words, ranks, steps, Path(folder))
+    records = [record for record in records if record["step"] > 0]
+    later = records[1:]
+    steps_s = [record["timing_s/step"] for record in later]
+    median = statistics.median(steps_s)
+    more = {
+        name: round(statistics.fmean(record[key] for record in later), 4)
+        for name, key in (SHOWN | of_ranks(ranks)).items()
+        if all(record.get(key) is not None for record in later)
+    }
+    more["spread"] = round((max(steps_s) - min(steps_s)) / median, 4)
+    bench.add_row(case, 1e6 * median, ranks=ranks, **more)
+    return median, records
 
 
 def book_shared(bench: Bench, shape: str, found: dict[str, Any]) -> None:

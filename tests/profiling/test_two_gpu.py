@@ -4,8 +4,10 @@ import subprocess
 
 import pytest
 
+from driver.model.tiny import build_tokenizer
 from profiling.benches import two_gpu
 from profiling.rig.bench import Bench
+from profiling.rig.subjects import qwen2
 from tests.driver.run.test_run import WORDS
 from tests.driver.run.test_world import PRELUDE
 from tests.forks import run_ranks
@@ -33,9 +35,16 @@ def test_every_arm_runs_and_the_targets_follow(monkeypatch, tmp_path):
     bench = Bench("two_gpu", 1.0, quick=True, settings=["preset=tiny", *WORDS])
     monkeypatch.setattr(two_gpu, "QUICK_STEPS", 2)
     monkeypatch.setattr(two_gpu, "SHARED_SHAPES", {})
+    monkeypatch.setattr(
+        two_gpu, "QWEN2_7B", qwen2(64, 128, 2, 4, 2, vocab_size=len(build_tokenizer()))
+    )
+    monkeypatch.setattr(two_gpu, "LARGE_WORDS", [])
+    monkeypatch.setattr(two_gpu, "SHORT", [])
     two_gpu.run(bench)
+    assert not bench.failed, log.read_text()
     rows = {row["case"]: row for row in bench.rows}
-    assert set(rows) == set(two_gpu.ARMS)
+    assert set(rows) == {*two_gpu.ARMS, two_gpu.LARGE}
+    assert rows[two_gpu.LARGE]["update_actor_s"] > 0
     assert rows["one GPU"]["ranks"] == 1 and "idle_share" not in rows["one GPU"]
     assert 0 <= rows["two GPUs"]["idle_share"] < 1
     both = [rows["two GPUs"][f"idle_share_{rank}"] for rank in range(2)]

@@ -47,6 +47,11 @@ class Broken:
 """
 
 
+def test_a_task_has_the_name_of_its_module(parts):
+    assert make_task(f"{parts}:Words").name == parts.stem
+    assert make_task("profiling.benches.big:Scored").name == "big"
+
+
 def test_respond_is_optional_and_may_take_the_answer(parts):
     task = make_task(f"{EXAMPLE.with_name('tool_task.py')}:Guess")
     prompt = task.prompt("train", 0)
