@@ -160,7 +160,6 @@ QUICK_SECONDS = {
     "hops": 15,
     "identity": 34,
     "layers": 8,
-    "loop": 17,
     "ngram": 6,
     "rollout": 68,
     "sampling": 7,

@@ -18,7 +18,7 @@ Each step: rollouts with speculation, rewards, one GRPO update, new weights into
 spot trainer trains the drafter in time that the tail of each rollout leaves idle. Everything is
 kept under runs/<name>: metrics, samples, checkpoints, figures, summary.
 
-With --dry-run: print the memory and the time that the run would take, and run nothing; then
+With --dry-run: print the memory that the run would take, and run nothing; then
 model.path may be a folder with only a config.json. A run on a card is refused by the same
 numbers."""
 WARM = """Make a warm start, a warmed-up policy with its drafter, once, and keep it.

@@ -118,9 +118,6 @@ class DryRunOptions(Section):
 
     memory_gb: float = setting(0.0, "memory of the card, in 10^9 bytes; 0: of this one", low=0)
     prompt_tokens: int = setting(0, "of the longest prompt; 0: by the tokenizer, else 256", low=0)
-    mean_tokens: int = setting(
-        0, "tokens of a mean response; 0: a quarter of sampling.max_new_tokens", low=0
-    )
     ranks: list[int] = setting(
         [1], "ranks that share the run; several numbers, such as 8,16,64, compare the memory", low=1
     )

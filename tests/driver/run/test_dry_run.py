@@ -1,7 +1,6 @@
 """`--dry-run`: what it says, that it refuses, and that it makes nothing."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -31,7 +30,7 @@ def seven_b(tmp_path):
 def test_the_command_reports_and_makes_no_run(tmp_path, capsys):
     main(["--dry-run", f"run.root={tmp_path}", "memory_gb=4"])
     text = capsys.readouterr().out
-    for part in ("policy", "Adam", "KV pages", "data buffer", "logits chunk", "update_actor"):
+    for part in ("policy", "Adam", "KV pages", "data buffer", "logits chunk"):
         assert part in text
     assert "with grpo.checkpointing=true: peak" in text
     assert list(tmp_path.iterdir()) == []
@@ -128,8 +127,6 @@ def test_a_checkpoint_is_measured_with_its_own_tokenizer(tmp_path):
     ("words", "message"),
     [
         (["memory_gb=much"], "memory_gb: must be a number, got 'much'"),
-        (["mean_tokens=-5"], "mean_tokens: must be at least 0, got -5"),
-        (["mean_tokens=9999"], "mean_tokens=9999: expected at most sampling.max_new_tokens=192"),
         (["prompt_tokens=-5"], "prompt_tokens: must be at least 0"),
         (["memory_gb=inf"], "memory_gb: must be a finite number, got inf"),
         (["run.stepps=1"], "run.stepps: unknown key"),
@@ -177,83 +174,6 @@ def test_a_damaged_or_foreign_shape_is_one_line(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match="config.json|architecture"):
         dry_run.dry_run([f"model.path={tmp_path}"], lambda line: None)
-
-
-def test_seconds_follow_bytes_and_flops():
-    config = load_config(["engine.max_batch=256"])
-    shape = replace(shape_of(config), prompt_len=10)
-    numbers = shape.spec.num_parameters
-    slow = dry_run.Ceilings(1e9, 1e12, 0.0, 1e9, "")
-    seconds = dry_run.step_seconds(config, shape, 48, slow)
-    # A step's policy is read and written once.
-    assert seconds["update_weights"] == pytest.approx(2 * 4 * numbers / 1e9, rel=1e-3)
-    tokens = 256 * 58
-    attention = 4 * 3 * 4 * 64 * 58 / 2
-    once = tokens * (2 * numbers + attention) / 1e12
-    for words, passes in [([], 0), (["grpo.epochs=2"], 1), (["grpo.kl_coef=0.1"], 1)]:
-        words = load_config(["engine.max_batch=256", *words])
-        before = dry_run.step_seconds(words, shape, 48, slow)["old_log_prob"]
-        assert before == pytest.approx(passes * once)
-    slower = dry_run.Ceilings(5e8, 5e11, 0.0, 5e8, "")
-    twice = dry_run.step_seconds(config, shape, 48, slower)
-    assert sum(twice.values()) == pytest.approx(2 * sum(seconds.values()))
-    # The tail: as many passes as the longest response has tokens, each reads the weights.
-    assert seconds["gen"] > max(dry_run.tail_lengths(256, 48, 192)) * 4 * numbers / 1e9
-
-
-def test_ranks_share_the_work_and_exchange_gradients():
-    words = ["engine.max_batch=256", "grpo.kl_coef=0.1", "grpo.micro_batch_tokens=1856"]
-    config = load_config(words)
-    shape = replace(shape_of(config), prompt_len=10)
-    limits = dry_run.Ceilings(1e9, 1e12, 0.0, 1e8, "")
-    one, eight = (dry_run.step_seconds(config, replace(shape, ranks=n), 48, limits) for n in (1, 8))
-    assert eight["old_log_prob"] == pytest.approx(one["old_log_prob"] / 8)
-    assert one["gen"] / 8 < eight["gen"] < one["gen"]  # the longest response has as many passes
-    busy = dry_run.Ceilings(1e15, 1e9, 0.0, 1e8, "")  # every row counts
-    one_busy, eight_busy = (
-        dry_run.rollout_seconds(config, replace(shape, ranks=n), 48, busy) for n in (1, 8)
-    )
-    assert eight_busy == pytest.approx(one_busy / 8, rel=0.1)
-    numbers = shape.spec.num_parameters
-    exchange = numbers * (2 * 4 + 4) * 7 / 8 / 1e8  # of one row a rank
-    assert eight["update_actor"] == pytest.approx(one["update_actor"] / 8 + exchange)
-    gathered = numbers * 4 * 7 / 8 / 1e8
-    assert eight["update_weights"] == pytest.approx(one["update_weights"] + gathered)
-
-
-def test_a_small_model_is_bound_by_its_launches():
-    config = load_config([])
-    limits = dry_run.Ceilings(1e15, 1e18, 1e-3, 1e18, "")
-    passes = max(dry_run.tail_lengths(256, 48, 192)) * 2  # 256 responses, 128 at once
-    seconds = dry_run.step_seconds(config, shape_of(config), 48, limits)["gen"]
-    assert 0.4 * passes < seconds / (1e-3 * (6 * 3 + 7)) <= passes
-
-
-def test_ceilings_are_those_of_the_card(monkeypatch, tmp_path):
-    config = load_config(["run.device=cuda"])
-    monkeypatch.setattr(dry_run, "CEILINGS", tmp_path / "ceilings.json")
-    dry_run.CEILINGS.write_text('{"X": {"copy_gb_per_s": 1234.5, "us_per_kernel": 2.0}}')
-    monkeypatch.setattr(dry_run.torch.cuda, "is_available", lambda: False)
-    got = dry_run.ceilings(config)
-    assert (got.bytes_per_s, got.launch_s) == (1234.5e9, pytest.approx(2e-6))
-    assert got.source.startswith("measured on X: copy of 1234 GB/s, 2.00 us a kernel; else stated")
-    monkeypatch.setattr(dry_run.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dry_run.torch.cuda, "get_device_name", lambda: "Y")
-    assert dry_run.ceilings(config) == dry_run.STATED["cuda"]
-
-
-def test_lengths_have_the_requested_mean_and_a_tail():
-    lengths = dry_run.tail_lengths(256, 100, 10_000)
-    assert sum(lengths) / 256 == pytest.approx(100, rel=0.05)
-    assert max(lengths) > 6 * sorted(lengths)[128]
-    assert max(dry_run.tail_lengths(256, 100, 300)) == 300
-
-
-def test_requests_beyond_the_batch_wait():
-    small, large = load_config(["engine.max_batch=8"]), load_config(["engine.max_batch=256"])
-    limits = dry_run.Ceilings(1e9, 1e15, 0.0, 1e9, "")
-    few, all_ = (dry_run.step_seconds(c, shape_of(c), 48, limits)["gen"] for c in (small, large))
-    assert few > 3 * all_
 
 
 # ---- what fits ----------------------------------------------------------------------------------
@@ -386,6 +306,4 @@ def test_ranks_beyond_the_prompts_are_refused():
         dry_run.dry_run(["ranks=8,33"], lambda line: None)
     with pytest.raises(UserError, match="66 ranks for .*=32: each group of 2 needs one"):
         dry_run.dry_run(["ranks=66", "engine.tensor_parallel=2"], lambda line: None)
-    lines = []
-    dry_run.dry_run(["ranks=32"], lines.append)
-    assert any("on each of 32 ranks" in line for line in lines)
+    dry_run.dry_run(["ranks=32"], lambda line: None)
