@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .runner import Burst
     from .scheduler import Scheduler
 
-QUARTERS = 4
 HARMLESS = tlt_ext.Status.NAN_DRAFT | tlt_ext.Status.BAD_TOKEN  # the draft was ignored
 
 
@@ -55,8 +54,6 @@ class RolloutStats:
     learned_emitted: Counter[str] = field(default_factory=Counter)
     learned_s: float = 0.0
     trace: list[tuple[float, int, str]] = field(default_factory=list)  # (seconds, active, arm)
-    # (request-passes, emitted) of each speculative burst, in order.
-    spec_bursts: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, later: RolloutStats) -> None:
         """Adds the counters of a later rollout and appends its trace."""
@@ -86,8 +83,6 @@ class RolloutStats:
         self.spec_passes += burst.passes
         self.spec_request_passes += request_passes
         self.spec_emitted += emitted
-        if trace:
-            self.spec_bursts.append((request_passes, emitted))
         if burst.strategy.needs_drafter:
             self.learned_passes[arm] += request_passes
             self.learned_emitted[arm] += emitted
@@ -116,14 +111,13 @@ class RolloutStats:
     def side_by_side(parts: Sequence[RolloutStats], own: int) -> RolloutStats:
         """Concurrent rollouts of several ranks: counters are added, the longest time is taken.
 
-        The trace and the bursts are those of rank `own`.
+        The trace is that of rank `own`.
         """
         total = RolloutStats()
         for part in parts:
             total.add(part)
         total.elapsed_s = max(part.elapsed_s for part in parts)
         total.trace = list(parts[own].trace)
-        total.spec_bursts = list(parts[own].spec_bursts)
         return total
 
     @property
@@ -139,21 +133,6 @@ class RolloutStats:
         since = self.elapsed_s - self.trace[0][0]
         return max(0.0, 1.0 - self.passes_s / since)
 
-    def accept_by_quarter(self) -> list[float]:
-        """Accept length of each quarter of the speculative request-passes; [] without any.
-
-        A burst in several quarters counts in each by its share there.
-        """
-        quarter = sum(passes for passes, _ in self.spec_bursts) / QUARTERS
-        emitted, before = [0.0] * QUARTERS, 0
-        for passes, tokens in self.spec_bursts:
-            for number in range(QUARTERS):
-                begin = max(before, number * quarter)
-                end = min(before + passes, (number + 1) * quarter)
-                emitted[number] += tokens / passes * max(0.0, end - begin)
-            before += passes
-        return [tokens / quarter for tokens in emitted] if quarter else []
-
     def metrics(self) -> dict[str, float]:
         """Entries of the metrics file."""
         out = {
@@ -168,6 +147,4 @@ class RolloutStats:
         }
         if self.accept_length is not None:
             out["spec/accept_length"] = self.accept_length
-        for number, length in enumerate(self.accept_by_quarter(), 1):
-            out[f"spec/accept_length_q{number}"] = length
         return out

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..common.errors import UserError
 from ..common.stop import Stopped, StopRequest
-from ..common.world import World, split_by_length
+from ..common.world import World
 from ..config.load import Config
 from ..drafter.coordinator import Coordinator
 from ..model.prompts import PromptEncoder
@@ -24,7 +24,6 @@ from ..rollout.stats import RolloutStats
 from ..session.session import Session
 from ..tasks import Prompt, Task
 from ..tasks.workers import RewardWorkers
-from .prompt_lengths import PromptLengths
 from .ranks import RankTimes
 from .tail_update import TailUpdate
 from .tools import Tools, ToolStats, answering
@@ -80,7 +79,6 @@ class Collector(RolloutObserver):
         self.prompts_drawn = 0  # from the training split
         self.stats, self.tool_stats = RolloutStats(), ToolStats()  # of the step, all ranks together
         self.ranks = RankTimes(world, self.coordinator)
-        self.lengths = PromptLengths()
         # Work for `on_wait`: finished responses to score (place, prompt, request), and prompts of
         # the next step to draw.
         self._ended: deque[tuple[int, Prompt, RunningRequest]] = deque()
@@ -168,9 +166,7 @@ class Collector(RolloutObserver):
         samples = range(self.config.grpo.samples_per_prompt)
         ids = [[request_id("train", step, p.id, s, refill) for s in samples] for p in prompts]
         requests = []
-        # Balanced by the last response lengths.
-        expected = self.lengths.expected([prompt.text for prompt in prompts])
-        for i in split_by_length(expected, self.groups)[self.group]:
+        for i in range(self.group, count, self.groups):
             prompt_ids = self.encode(prompts[i])
             requests += [Request(id, first + i, prompt_ids, self.params) for id in ids[i]]
         self.world.enter("gen")
@@ -219,11 +215,10 @@ class Collector(RolloutObserver):
             for part in parts
             for response, reward in zip(part.responses, part.rewards, strict=True)
         }
-        for prompt, siblings in zip(prompts, ids, strict=True):
+        for siblings in ids:
             drawn = [found[id] for id in siblings]
             whole.responses.extend(response for response, _ in drawn)
             whole.rewards.extend(reward for _, reward in drawn)
-            self.lengths.note(prompt.text, [len(response.token_ids) for response, _ in drawn])
         return whole
 
     def roll_out(

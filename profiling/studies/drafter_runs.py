@@ -13,7 +13,6 @@ from typing import Any
 
 from driver.records.phases import StepTimes
 from driver.records.plots import ACCEPT_LENGTH
-from driver.rollout.stats import QUARTERS
 from profiling.rig.bench import Bench
 from profiling.studies.grpo_arms import ArmRun, identical_steps
 from profiling.studies.grpo_runs import folder_of
@@ -56,13 +55,6 @@ def read_arms(runs: Path) -> dict[str, ArmRun]:
     return {arm: run for arm, run in found.items() if run is not None}
 
 
-def quarters(record: Mapping[str, Any]) -> list[float] | None:
-    """Accept length of each quarter of a step's request-passes; None where there were too few."""
-    found = [record.get(f"{ACCEPT_LENGTH}_q{number}") for number in range(1, QUARTERS + 1)]
-    lengths = [length for length in found if length is not None]
-    return lengths if len(lengths) == QUARTERS else None
-
-
 def adaptive_over_frozen(bench: Bench, runs: Path) -> None:
     """A row for each arm over the steps that all have, and the target where these are enough."""
     arms = read_arms(runs)
@@ -71,9 +63,7 @@ def adaptive_over_frozen(bench: Bench, runs: Path) -> None:
     count = min(len(run.records) for run in arms.values())
     lengths = {arm: _last_mean(run.records[:count]) for arm, run in arms.items()}
     for arm, run in arms.items():
-        by_quarter = [found for r in run.records[:count] if (found := quarters(r)) is not None]
-        means = [round(statistics.fmean(q), 4) for q in zip(*by_quarter, strict=True)]
-        more: dict[str, Any] = {f"q{number}": mean for number, mean in enumerate(means, 1)}
+        more: dict[str, Any] = {}
         if "frozen" in arms:
             more["equal_steps"] = identical_steps(run, arms["frozen"])
         bench.add_row(

@@ -16,11 +16,9 @@ from driver.common.errors import UserError
 from driver.common.world import World, split_by_length
 from driver.config.load import load_config
 from driver.records.folder import read_jsonl
-from driver.records.progress import Progress
 from driver.run.ranks import RankTimes
 from driver.run.start import for_rank, start_run
 from driver.session.load import use_device
-from driver.train import train
 from tests.driver.run.test_run import WORDS
 from tests.forks import run_ranks
 
@@ -533,17 +531,6 @@ def test_every_item_goes_to_one_part_and_sizes_are_even(parts):
     split = split_by_length(expected, parts)
     assert sorted(i for part in split for i in part) == list(range(20))
     assert max(map(len, split)) - min(map(len, split)) <= 1
-
-
-def test_lengths_are_predicted_by_the_text_of_a_prompt(tmp_path):
-    """Its id is new in each epoch, its text is not."""
-    questions = tmp_path / "train.jsonl"
-    line = '{"question": "Say %d", "answer": "#### %d"}\n'
-    questions.write_text("".join(line % (i, i) for i in range(8)))
-    words = ["task.name=jsonl", f"task.path={questions}", "task.shots=3", "warmup.steps=0"]
-    words += ["run.steps=2", "run.eval_prompts=0", "grpo.prompts_per_step=4"]
-    made = train(load_config([*WORDS, *words, f"run.root={tmp_path}"]), Progress(2))
-    assert len(made.collector.lengths._means) == 4  # of eight drawn
 
 
 def test_fewer_items_than_parts_leave_the_last_ones_empty():
