@@ -345,6 +345,7 @@ class SpotConfig(Section, prefix="spot."):
     final_steps: int = setting(8, "micro-steps after the rollout, before the update", low=0)
     average: int = setting(64, "micro-steps averaged for the weights that draft; 0: none", low=0)
     swap_every: int = setting(8, "micro-steps between two versions of the drafter", low=1)
+    checkpoint_every: int = setting(0, "micro-steps between own checkpoints; 0: the run's", low=0)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ..rollout.observer import RolloutObserver
 from ..rollout.pages import pages_for
 from ..rollout.request import RunningRequest
 from .buffer import DataBuffer, Document, generated_run
+from .checkpoint import DraftCheckpoints
 from .loss import Teachers
 from .partition import Overlap, Placement
 from .payoff import Measured, Payoff
@@ -81,6 +82,7 @@ class SpotTrainer(RolloutObserver):
         unroll, horizon = self.drafter_config.unroll, config.average
         self.teachers = Teachers(target.final_norm, drafter.lm_head.weight)
         self.step = DraftStep(drafter, self.bin, self.teachers, unroll, self.lr, horizon)
+        self.checkpoints: DraftCheckpoints | None = None
         self.placement: Placement | None = None  # of steps in the tail; None: between passes
         self.overlap: Overlap | None = None  # measured cost of the placement
         self.spans = Spans("drafter")
@@ -215,6 +217,9 @@ class SpotTrainer(RolloutObserver):
         # One rank does it for all coordinated ones. New weights cost time to load.
         if self.config.mode != "coordinated" and self.payoff.trains:
             self.renew()
+        if self.checkpoints is not None:
+            self.checkpoints.collect(wait=False)
+            self.checkpoints.copies.prepare(self._state())
         self.teachers.keep(self.target_version)
 
     def start(self) -> None:
@@ -249,6 +254,12 @@ class SpotTrainer(RolloutObserver):
         if self.bin.fixed:
             torch.cuda.current_stream().synchronize()
         self.weights.swap()
+
+    def close(self) -> None:
+        """Stops the thread and waits for the last checkpoint."""
+        self.stop()
+        if self.checkpoints is not None:
+            self.checkpoints.collect()
 
     def start_step(self, target_version: int) -> None:
         """Adapts to a new policy in the target: gathers its head, keeps the longest documents."""
@@ -309,6 +320,9 @@ class SpotTrainer(RolloutObserver):
         self.reports.add(self.step.report)
         if self.steps % self.config.swap_every == 0:
             self.weights.publish()
+        every = self.config.checkpoint_every
+        if self.checkpoints is not None and every and self.steps % every == 0:
+            self.checkpoints.save(self._state, self.steps)
         self._spend(begin)
         return True
 
@@ -380,6 +394,8 @@ class SpotTrainer(RolloutObserver):
                 "drafter/duty": self.overlap.duty,
                 "drafter/stop_ms": 1e3 * self.thread.stop_s,
             }
+        if self.checkpoints is not None:
+            out["drafter/checkpoint_stall_ms"] = 1e3 * self.checkpoints.stall_s
         return out
 
     def state_dict(self) -> dict[str, Any]:
@@ -389,8 +405,14 @@ class SpotTrainer(RolloutObserver):
         it trains as an unbroken run. Tensors are not copied: save them before the next micro-step.
         """
         self.stop()
+        return self._state() | {"drafter": self.step.average.state_dict()}
+
+    def _state(self) -> dict[str, Any]:
+        """The same without the head, which is the target's."""
+        drafter = self.step.average.state_dict()
+        del drafter["lm_head.weight"]
         return {
-            "drafter": self.step.average.state_dict(),
+            "drafter": drafter,
             "optimizer": self.step.optimizer.state_dict(),
             "version": self.runner.version,
             "steps": self.steps,
@@ -405,8 +427,9 @@ class SpotTrainer(RolloutObserver):
         self.stop()
         self.weights.drop()
         vocabulary = self.drafter.d2t.clone()
+        head = {"lm_head.weight": self.drafter.lm_head.weight}
         # Without an average there are no separate trained weights.
-        self.step.average.load(state["drafter"], state.get("trained", {}))
+        self.step.average.load(head | state["drafter"], state.get("trained", {}))
         self.step.load_state_dict(state["optimizer"])
         self.steps, self.tokens_seen = state["steps"], state["tokens_seen"]
         self._weighed = self.steps
@@ -415,3 +438,10 @@ class SpotTrainer(RolloutObserver):
         self._use_vocabulary(vocabulary)
         if state["version"]:
             self.runner.load(self.step.average.state_dict(), state["version"])
+
+    def resume(self) -> int:
+        """Loads the newest drafter checkpoint if it is ahead; returns the micro-steps gained."""
+        before, found = self.steps, None if self.checkpoints is None else self.checkpoints.latest()
+        if found is not None and found[0] > before:
+            self.load_state_dict(found[1])
+        return self.steps - before

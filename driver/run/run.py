@@ -336,6 +336,7 @@ class Run:
         spot = self.rollout.spot
         if spot is not None:
             saved.restore("spot", spot.load_state_dict)
+            spot.resume()
             spot.target_version = self.version
 
     def _restore_counters(self, counters: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from ..common.storage import user_path
 from ..common.tensor_parallel import TensorParallel
 from ..common.world import World
 from ..config.load import Config, preset_title
+from ..drafter.checkpoint import DraftCheckpoints
 from ..drafter.coordinator import Coordinator
 from ..model.checkpoint import folder_fingerprint
 from ..model.prompts import PromptEncoder
@@ -120,6 +121,8 @@ class _Start:
             if self.saved is not None:
                 run.restore(self.saved)
             else:
+                if spot is not None and spot.checkpoints is not None:
+                    spot.checkpoints.clear()  # of an earlier start without a checkpoint
                 adopt_drafter(spot, drafter_state(self.source), self.note)
             if spot is not None:
                 spot.prepare()
@@ -174,6 +177,9 @@ class _Start:
         rollout = build_rollout(config, spec, policy.state_dict(), longest, parallel)
         session = Session(rollout, encode, params)
         rollout.watch(self.phases.timeline.add)
+        if rollout.spot is not None and folder is not None and world.size == 1:
+            if config.spot.checkpoint_every:
+                rollout.spot.checkpoints = DraftCheckpoints(folder.path / "drafter")
         with torch.device("meta"):
             blank: Any = type(policy)(policy.config)
             blank.to(policy.dtype)

@@ -194,7 +194,7 @@ class SharedEngine:
             self._worker.join()
         self._inbox.fail(SessionClosed("the session was closed"))
         if self.spot is not None:
-            self.spot.stop()
+            self.spot.close()
         if self._owned and threading.current_thread() is not self._roller:
             with self._rolling:
                 self.engine.cache.memory.release()

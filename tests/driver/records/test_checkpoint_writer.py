@@ -146,16 +146,6 @@ def test_the_next_save_raises_the_error_of_the_previous_one(tmp_path):
         writer.save(write_into(tmp_path, 2), states(2))
 
 
-def test_counts_of_tokens_are_copied_fast():
-    """One call for each of 150,000 tokens would take too long."""
-    copies, seen = HostCopies(), {token: token % 7 for token in range(150_000)}
-    calls, plain = [], copies._each
-    copies._each = lambda *args: (calls.append(args), plain(*args))[1]
-    copy, _ = copies.take({"steps": 3, "seen_tokens": seen, "w": torch.ones(2)})
-    seen[0] = 99  # training goes on
-    assert copy["seen_tokens"][0] == 0 and len(calls) < 10
-
-
 def test_tied_weights_stay_one_and_room_is_kept():
     weight, copies = torch.ones(4, 2), HostCopies()
     state = {"embed": weight, "head": weight.view(4, 2), "part": weight[:2], "none": torch.zeros(0)}

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from driver.common.errors import UserError
 from driver.common.host_copies import HostCopies
 from driver.common.storage import storage_errors
 from driver.config.load import load_config
+from driver.drafter import checkpoint as draft_checkpoint
 from driver.drafter.trainer import SpotTrainer
 from driver.records.folder import RunFolder, read_jsonl
 from driver.records.phases import PHASES
@@ -209,7 +211,18 @@ def test_a_run_with_fewer_evaluations_trains_the_same(unbroken, tmp_path, words,
     assert rolled_out(made.folder.path) == rolled_out(unbroken.folder.path)[:2]
 
 
-@pytest.mark.parametrize("part", ["folder", "session", "collector.workers"])
+@pytest.mark.figures
+def test_a_run_that_starts_over_leaves_no_older_drafter(tmp_path):
+    words = ["run.steps=0", "run.eval_prompts=0", "spot.checkpoint_every=1"]
+    folder = run(tmp_path, "run", *words).folder.path
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "drafter").mkdir(exist_ok=True)
+    (folder / "drafter" / "step-00009999.pt").write_bytes(b"of a start that got to no checkpoint")
+    run(tmp_path, "run", *words, "run.resume=true")
+    assert not list((folder / "drafter").iterdir())
+
+
+@pytest.mark.parametrize("part", ["folder", "rollout.spot", "collector.workers"])
 def test_the_error_that_stopped_a_run_is_raised_if_closing_fails_too(tmp_path, monkeypatch, part):
     def full(self):
         raise OSError(28, "No space left on device")
@@ -410,10 +423,28 @@ def a_full_buffer(patch, root):
     return ["spot.buffer_tokens=64"]
 
 
+def a_full_disk(patch, root):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    patch.setattr(draft_checkpoint, "os", SimpleNamespace(fsync=full))  # of the drafter's alone
+    return ["spot.checkpoint_every=1"]
+
+
+def a_half_written_checkpoint(patch, root):
+    words = ["spot.checkpoint_every=1"]
+    folder = run(root, "fault", "run.steps=1", *LEARNED, *words).folder.path / "drafter"
+    newest = max(folder.glob("step-*.pt"))
+    newest.write_bytes(newest.read_bytes()[:100])
+    return [*words, "run.resume=true"]
+
+
 FAULTS = {
     drafts_and_weights_of_nan: "gradient is not finite: step skipped",
     a_killed_thread: "micro-step failed .SystemExit: killed.; training of the drafter paused",
     a_full_buffer: "its buffer of 64 tokens .* is full",
+    a_full_disk: "drafter checkpoint not written .*No space left on device",
+    a_half_written_checkpoint: "step-.*cannot be read .*the previous one is used",
 }
 
 
