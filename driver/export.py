@@ -8,7 +8,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     start("export")
 
 
-import json
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from .common.errors import UserError
@@ -25,17 +25,7 @@ from .config.fields import read_options
 from .config.load import Config, load_config
 from .config.options import ExportOptions
 from .config.strategy import LEARNED, OFF, Strategy
-from .drafter.eagle3 import (
-    CONFIG,
-    KEYS,
-    KIND,
-    LAYERS,
-    WEIGHTS,
-    config_of_state,
-    expected_tensors,
-    read_drafter,
-    write_drafter,
-)
+from .drafter.eagle3 import CONFIG, KIND, LAYERS, WEIGHTS, config_of_state, write_drafter
 from .model.prompts import PromptEncoder
 from .model.spec import ModelSpec, read_json
 from .rollout.request import Request, SamplingParams, request_id
@@ -204,19 +194,15 @@ def main(argv: Sequence[str]) -> None:
     state, target = saved["drafter"], read_json(checkpoint / CONFIG)
     config = config_of_state(state, spec, target, getattr(torch, run.model.dtype))
     write_drafter(out, state, config)
-    bench = _Bench(options, run, checkpoint, (state, read_drafter(out, spec)))
+    read = load_file(out / WEIGHTS)
+    bench = _Bench(options, run, checkpoint, (state, read))
     rows = [bench.measure(*each, seen=each is bench.tasks[0]) for each in bench.tasks]
     of = checkpoint.parent if (checkpoint / "config.yaml").exists() else checkpoint.parent.parent
     text = card(config, of.name, saved["version"], rows)
     with storage_errors(out):
         (out / CARD).write_text(text, encoding="utf-8")
-    names = expected_tensors(config)
-    for name, (sizes, _) in names.items():
-        sys.stdout.write(f"{name:<48}{'x'.join(map(str, sizes))}\n")
-    for key in KEYS:
-        sys.stdout.write(f"{key:<48}{json.dumps(config[key])}\n")
-    sys.stdout.write(
-        f"{out}: {len(names)} tensors and {len(KEYS)} keys, all that serving engines load\n"
-    )
+    for name, tensor in read.items():
+        sys.stdout.write(f"{name:<48}{'x'.join(map(str, tensor.shape))}\n")
+    sys.stdout.write(f"{out}: {len(read)} tensors in the layout that serving engines load\n")
     for row in rows:
         sys.stdout.write(f"{row.task}: accept length {row.accept_length:.2f}\n")

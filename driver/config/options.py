@@ -99,9 +99,9 @@ class IdentityOptions(Section):
 class ExportOptions(Section):
     """Write the drafter of a checkpoint as an EAGLE-3 draft model for serving engines.
 
-    Checks its tensors and keys, reads it back into our engine, where it must draft what the
-    checkpoint's drafter does, and writes a model card with the accept lengths measured there: on
-    the task it was trained on and on one it was not.
+    Reads it back into our engine, where it must draft what the checkpoint's drafter does, and
+    writes a model card with the accept lengths measured there: on the task it was trained on and
+    on one it was not.
     """
 
     drafter: str = setting("", "a checkpoint of a run or of a warm start; required")

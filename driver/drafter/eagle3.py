@@ -1,4 +1,4 @@
-"""Writes, reads and checks drafters in the EAGLE-3 layout that serving engines load."""
+"""Writes drafters in the EAGLE-3 layout that serving engines load."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..common.errors import UserError
 from ..common.storage import storage_errors
-from ..model.drafter import Drafter, DraftSpec
-from ..model.spec import ModelSpec, read_json, read_rope
+from ..model.drafter import DraftSpec
+from ..model.spec import ModelSpec
 from ..model.target import default_feature_layers
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -28,27 +27,7 @@ FIXED: dict[str, Any] = {  # keys of `config.json` with the only value that a lo
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
-SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-)  # fmt: skip
 LAYERS = "eagle_aux_hidden_state_layer_ids"
-KEYS = (  # all that a loader reads
-    *FIXED, *SIZES, "vocab_size", "draft_vocab_size", "max_position_embeddings", "rms_norm_eps",
-    "rope_theta", "eagle_config", LAYERS,
-)  # fmt: skip
-
-
-def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> (shape, dtype) of the tensors of a drafter with this `config.json`.
-
-    Weights are listed as float32 and may have any float dtype.
-    """
-    hidden, middle, heads, kv_heads, head_dim = (config[key] for key in SIZES)
-    sizes = config["vocab_size"], middle, config["draft_vocab_size"]
-    spec = DraftSpec(hidden, heads, kv_heads, head_dim, config["rms_norm_eps"], *sizes)
-    with torch.device("meta"):
-        state = Drafter(spec).state_dict()
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
 
 
 def drafter_config(
@@ -63,7 +42,7 @@ def drafter_config(
     Raises:
         UserError: a server cannot represent the layers.
     """
-    if not _in_order(layers):
+    if list(layers) != sorted(set(layers)):
         raise UserError(
             f"feature layers {list(layers)}: a server reads each layer once, in rising order;"
             " export the drafter of a target with three layers or more"
@@ -104,10 +83,6 @@ def config_of_state(
     return drafter_config(shape, target, default_feature_layers(spec.num_layers), dtype)
 
 
-def _in_order(layers: Sequence[int]) -> bool:
-    return list(layers) == sorted(set(layers))
-
-
 def write_drafter(folder: Path, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     """Writes weights and configuration.
 
@@ -126,86 +101,3 @@ def write_drafter(folder: Path, state: Mapping[str, Tensor], config: Mapping[str
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def read_drafter(folder: Path, target: ModelSpec | None = None) -> dict[str, Tensor]:
-    """Reads and checks an exported drafter.
-
-    Args:
-        folder: written by `write_drafter`, or another EAGLE-3 drafter.
-        target: the model to draft for; None = not checked against one.
-
-    Returns:
-        A state for `driver.model.drafter.Drafter` and `DraftRunner.load`.
-
-    Raises:
-        UserError: names what is unreadable, missing, unknown, misshapen or of another model.
-    """
-    config = read_json(folder / CONFIG)
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder / WEIGHTS}: cannot be read ({error})") from error
-    if problems := _config_problems(config, target) or _tensor_problems(config, tensors):
-        raise UserError(f"{folder}: {'; '.join(problems)}")
-    return tensors
-
-
-def _tensor_problems(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
-    expected = expected_tensors(config)
-    problems = [f"tensor {name} is missing" for name in expected.keys() - tensors.keys()]
-    problems += [f"tensor {name} is unknown" for name in tensors.keys() - expected.keys()]
-    for name in expected.keys() & tensors.keys():
-        shape, dtype = expected[name]
-        value = tensors[name]
-        same_kind = value.is_floating_point() if dtype.is_floating_point else value.dtype == dtype
-        if tuple(value.shape) != shape or not same_kind:
-            problems.append(f"tensor {name}: wanted {list(shape)}, got {list(value.shape)}")
-    if not problems:
-        ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-        if not torch.equal(tensors["t2d"].nonzero()[:, 0], ids.sort().values):
-            problems.append("t2d does not mark the tokens that d2t names")
-    return sorted(problems)
-
-
-def _config_problems(config: Mapping[str, Any], target: ModelSpec | None) -> list[str]:
-    problems = [f"config.json: {key} is missing" for key in KEYS if key not in config]
-    problems += [
-        f"config.json: {key} is {config[key]!r}, wanted {value!r}"
-        for key, value in FIXED.items()
-        if key in config and config[key] != value
-    ]
-    eagle = config.get("eagle_config") or {}
-    layers = eagle.get(LAYERS, [])
-    if len(layers) != 3:
-        problems.append("config.json: eagle_config does not name three layers")
-    if not _in_order(layers):
-        problems.append(f"config.json: layers {layers} repeat or do not rise")
-    inputs = [layer + 1 for layer in layers]
-    if config.get(LAYERS, inputs) != inputs:
-        problems.append(f"config.json: {LAYERS} is {config[LAYERS]}, wanted {inputs}")
-    if not eagle.get("use_aux_hidden_state", True):
-        problems.append("config.json: eagle_config turns use_aux_hidden_state off")
-    if target is None or problems:
-        return problems
-    wanted = {
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-        "head_dim": target.head_dim,
-        "rms_norm_eps": target.rms_norm_eps,
-    }
-    problems += [
-        f"config.json: {key} is {config[key]}, the target's {value}"
-        for key, value in wanted.items()
-        if config[key] != value
-    ]
-    if read_rope(config) != target.rope:
-        problems.append(f"config.json: RoPE is {read_rope(config)}, the target's {target.rope}")
-    if config["max_position_embeddings"] < target.max_position:  # its RoPE would be clamped
-        problems.append(
-            f"config.json: max_position_embeddings is {config['max_position_embeddings']},"
-            f" fewer than the target's {target.max_position}"
-        )
-    if not all(layer in range(target.num_layers) for layer in layers):
-        problems.append(f"config.json: layers {layers} of a target that has {target.num_layers}")
-    return problems
