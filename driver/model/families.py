@@ -18,6 +18,7 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 LAYER = "model.layers.{}."
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+JOINED_QKV, JOINED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"  # of a joined family
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,17 @@ class Family:
             projections.
         qk_norm: queries and keys pass an RMS norm over `head_dim` before RoPE.
         head_dim: default where the config has none; 0 = hidden_size / num_attention_heads.
+        joined: the checkpoint has the rows of q, k and v in one tensor, and those of gate and up.
         window_switch: `sliding_window` counts only if `use_sliding_window` is true; otherwise any
             value but null counts.
+        window: default of `sliding_window`.
         rope_by_layer: `no_rope_layers` in the config lists 0 for a layer without RoPE and 1 for one
             with it; null means that every `no_rope_layer_interval`-th layer has none. Sliding
             windows, if in use, are those of the layers without RoPE.
         tied: default of `tie_word_embeddings`.
         rope_theta: default of the base of RoPE.
+        rope_scaling: RoPE may be scaled for long contexts.
+        rms_norm_eps: default of the config.
     """
 
     name: str
@@ -45,10 +50,14 @@ class Family:
     config_bias: bool = False
     qk_norm: bool = False
     head_dim: int = 0
+    joined: bool = False
     window_switch: bool = True
+    window: int | None = 4096
     rope_by_layer: bool = False
     tied: bool = False
     rope_theta: float = 10000.0
+    rope_scaling: bool = True
+    rms_norm_eps: float = 1e-6
 
 
 FAMILIES = {
@@ -56,6 +65,14 @@ FAMILIES = {
     for family in (
         Family("LlamaForCausalLM", config_bias=True),
         Family("MistralForCausalLM", window_switch=False),
+        Family(  # transformers reads the RoPE type "yarn" of a Phi-3 as "longrope"
+            "Phi3ForCausalLM",
+            joined=True,
+            window_switch=False,
+            window=None,
+            rope_scaling=False,
+            rms_norm_eps=1e-5,
+        ),
         Family("Qwen2ForCausalLM", qkv_bias=True),
         Family("Qwen3ForCausalLM", config_bias=True, qk_norm=True, head_dim=128),
         Family(
@@ -67,13 +84,20 @@ FAMILIES = {
 
 # What other well-known families need and the engine does not have.
 NEEDS = {
+    "Exaone4ForCausalLM": "norms after each part, and sliding windows",
     "GemmaForCausalLM": "GeGLU, scaled embeddings and norms that add 1 to their weight",
     "Gemma2ForCausalLM": "soft caps, sliding windows and norms after each part",
     "Gemma3ForCausalLM": "sliding windows, RoPE that differs by layer and norms after each part",
+    "Glm4ForCausalLM": "partial RoPE and norms after each part",
+    "GptOssForCausalLM": "routed experts, sliding windows and attention sinks",
     "GraniteForCausalLM": "multipliers of embeddings, scores, residuals and logits",
+    "Ministral3ForCausalLM": "queries that are scaled by their position",
     "MixtralForCausalLM": "routed experts",
-    "Phi3ForCausalLM": "projections that are stored as one tensor (qkv_proj, gate_up_proj)",
+    "Olmo2ForCausalLM": "norms after each part, and of queries and keys over all heads",
+    "Olmo3ForCausalLM": "sliding windows, and the norms of Olmo2ForCausalLM",
     "Qwen3MoeForCausalLM": "routed experts",
+    "Qwen3_5ForCausalLM": "linear attention",
+    "SeedOssForCausalLM": "more than 8 query heads for a key-value head on a GPU",
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..common.errors import UserError
-from .families import GATE_UP, QKV
+from .families import GATE_UP, JOINED_GATE_UP, JOINED_QKV, QKV
 from .spec import ModelSpec
 
 PARTS, BLOCK = 8, 64  # of the order of additions, `csrc/layers/linear.cuh`
@@ -68,6 +68,11 @@ class Shard:
             for kind in ("weight", "bias")
         }
         chosen |= {f"{name}.weight": (0, inner) for name in GATE_UP}
+        q, k, v = rows
+        joined = torch.cat((q, spec.q_dim + k, spec.q_dim + spec.kv_dim + v))
+        chosen[f"{JOINED_QKV}.weight"] = (0, joined)
+        both = torch.cat((inner, spec.intermediate_size + inner))
+        chosen[f"{JOINED_GATE_UP}.weight"] = (0, both)
         chosen[f"{OUTPUT}.weight"] = (1, columns.flatten())
         chosen[f"{DOWN}.weight"] = (1, inner)
         own = replace(

@@ -19,17 +19,8 @@ from torch import Tensor
 from tlt_ext.limits import MAX_DEPTH, MAX_HEAD_DIM
 
 from ..common.errors import UserError
-from .families import (
-    EMBEDDING,
-    FAMILIES,
-    FINAL_NORM,
-    GATE_UP,
-    HEAD,
-    LAYER,
-    QKV,
-    Family,
-    unsupported,
-)
+from . import families
+from .families import FAMILIES, Family
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,8 +38,8 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 class RopeSpec:
     """Rotary embedding: its base, and how its frequencies are scaled for long contexts.
 
-    Type "linear" uses `factor`; type "llama3" the fields up to `original_max_position`; type "yarn"
-    `factor` and the fields from there on.
+    Type "linear" uses `factor`, "llama3" the fields from there to
+    `original_max_position_embeddings`, "yarn" `factor` and the fields from the latter on.
     """
 
     type: str = "default"
@@ -56,7 +47,7 @@ class RopeSpec:
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
-    original_max_position: int = 0
+    original_max_position_embeddings: float = 0.0
     beta_fast: float = 32.0  # dimensions with more turns over the original context are kept
     beta_slow: float = 1.0  # those with fewer are slowed by the factor
     attention_factor: float = 1.0  # of cosines and sines
@@ -96,9 +87,9 @@ class ModelSpec:
         if not folder.is_dir():
             raise UserError(f"model folder {folder}: does not exist")
         config, generation = read_json(folder / CONFIG), folder / GENERATION_CONFIG
-        if generation.exists():
-            if ends := _Reader(read_json(generation), str(generation)).eos_ids():
-                config["eos_token_id"] = list(ends)
+        ends = generation.exists() and _Reader(read_json(generation), str(generation)).eos_ids()
+        if ends:
+            config["eos_token_id"] = list(ends)
         return ModelSpec.from_config(config, str(folder / CONFIG))
 
     @staticmethod
@@ -106,8 +97,7 @@ class ModelSpec:
         """Builds the spec from the content of a `config.json`.
 
         Args:
-            config: the parsed file, in the layout of transformers 5 (`rope_parameters`) or of
-                older versions (`rope_theta`, `rope_scaling`).
+            config: in the layout of transformers 5 (`rope_parameters`) or of older versions.
 
         Raises:
             UserError: a key is missing, malformed, or asks for something unsupported.
@@ -127,7 +117,11 @@ class ModelSpec:
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors of one layer: name within the layer -> shape."""
         hidden = self.hidden_size
-        rows = dict(zip(QKV, (self.q_dim, self.kv_dim, self.kv_dim), strict=True))
+        rows = dict(zip(families.QKV, (self.q_dim, self.kv_dim, self.kv_dim), strict=True))
+        gate_up = dict.fromkeys(families.GATE_UP, self.intermediate_size)
+        if FAMILIES[self.family].joined:
+            rows = {families.JOINED_QKV: sum(rows.values())}
+            gate_up = {families.JOINED_GATE_UP: sum(gate_up.values())}
         shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
         shapes |= {f"{name}.weight": (size, hidden) for name, size in rows.items()}
         if self.qkv_bias:
@@ -138,19 +132,19 @@ class ModelSpec:
         if self.output_bias:
             shapes["self_attn.o_proj.bias"] = (hidden,)
         shapes["post_attention_layernorm.weight"] = (hidden,)
-        shapes |= {f"{name}.weight": (self.intermediate_size, hidden) for name in GATE_UP}
+        shapes |= {f"{name}.weight": (size, hidden) for name, size in gate_up.items()}
         shapes["mlp.down_proj.weight"] = (hidden, self.intermediate_size)
         return shapes
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """All tensors of a checkpoint: name -> shape."""
-        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
-        layer = self.layer_shapes()
+        outer, layer = (self.vocab_size, self.hidden_size), self.layer_shapes()
+        shapes: dict[str, tuple[int, ...]] = {families.EMBEDDING: outer}
         for index in range(self.num_layers):
-            shapes |= {LAYER.format(index) + name: shape for name, shape in layer.items()}
-        shapes[FINAL_NORM] = (self.hidden_size,)
+            shapes |= {families.LAYER.format(index) + name: shape for name, shape in layer.items()}
+        shapes[families.FINAL_NORM] = (self.hidden_size,)
         if not self.tie_word_embeddings:
-            shapes[HEAD] = (self.vocab_size, self.hidden_size)
+            shapes[families.HEAD] = outer
         return shapes
 
     @property
@@ -207,9 +201,10 @@ class _Reader:
             wanted = f"a divisor of {num_heads} heads"
             raise self.refuse(f"num_key_value_heads: wanted {wanted}, got {num_kv_heads}")
         if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-            wanted = f"a multiple of 8 up to {MAX_HEAD_DIM}"
-            raise self.refuse(f"head_dim: wanted {wanted}, got {head_dim}")
+            wanted = f"wanted a multiple of 8 up to {MAX_HEAD_DIM}"
+            raise self.refuse(f"head_dim: {wanted}, got {head_dim}")
         bias = family.config_bias and self.flag("attention_bias")
+        epsilon = self.value("rms_norm_eps", family.rms_norm_eps)
         return ModelSpec(
             family=family.name,
             vocab_size=self.count("vocab_size"),
@@ -220,8 +215,8 @@ class _Reader:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_position=self.count("max_position_embeddings"),
-            rms_norm_eps=self.number(self.value("rms_norm_eps", 1e-6), "wanted rms_norm_eps"),
-            rope=self.rope(family.rope_theta),
+            rms_norm_eps=self.number(epsilon, "wanted rms_norm_eps"),
+            rope=self.rope(family),
             no_rope=self.no_rope() if family.rope_by_layer else frozenset(),
             tie_word_embeddings=self.flag("tie_word_embeddings", family.tied),
             qkv_bias=bias or family.qkv_bias,
@@ -233,10 +228,10 @@ class _Reader:
 
     def family(self) -> Family:
         names = self.value("architectures", [])
-        names = [str(n) for n in names] if isinstance(names, list) else [str(names)]
-        if len(names) != 1 or names[0] not in FAMILIES:
-            raise self.refuse(unsupported(", ".join(names) or "not named"))
-        return FAMILIES[names[0]]
+        name = ", ".join(map(str, names)) if isinstance(names, list) else str(names)
+        if name not in FAMILIES:
+            raise self.refuse(families.unsupported(name or "not named"))
+        return FAMILIES[name]
 
     def refuse_variants(self, family: Family) -> None:
         if self.value("quantization_config"):
@@ -245,8 +240,7 @@ class _Reader:
             raise self.refuse("mlp_bias=true is not supported")
         if self.value("hidden_act", "silu") != "silu":
             raise self.refuse(f"hidden_act {self.value('hidden_act')!r} is not supported; silu is")
-        # In transformers an absent `sliding_window` means 4096 and null means no window.
-        window = self.config.get("sliding_window", 4096)
+        window = self.config.get("sliding_window", family.window)  # null means none
         if not family.window_switch:
             if window is not None:
                 raise self.refuse(
@@ -259,30 +253,27 @@ class _Reader:
             raise self.refuse(f"layer_types: wanted a list, got {layer_types!r}")
         for name in sorted({str(name) for name in layer_types} - {"full_attention"}):
             raise self.refuse(f"layer_types: {name!r} is not supported; full_attention is")
-        windowed = self.flag("use_sliding_window") and window is not None
         first = self.value("max_window_layers", 28)
-        if type(first) is not int:
-            raise self.refuse(f"max_window_layers: wanted an integer, got {first!r}")
-        some = family.rope_by_layer or first < self.count("num_hidden_layers")
-        if windowed and not layer_types and some:
+        beyond = type(first) is int and first >= self.count("num_hidden_layers")
+        unused = window is None or layer_types or (beyond and not family.rope_by_layer)
+        if self.flag("use_sliding_window") and not unused:
             raise self.refuse("use_sliding_window=true: sliding-window attention is not supported")
 
     def no_rope(self) -> frozenset[int]:
         """The layers without RoPE, of a config that names them."""
-        layers = self.count("num_hidden_layers")
-        rotated = self.value("no_rope_layers")
+        layers, rotated = self.count("num_hidden_layers"), self.value("no_rope_layers")
         if rotated is None:
             interval = self.count("no_rope_layer_interval", 4)
             return frozenset(range(interval - 1, layers, interval))
         known = isinstance(rotated, list) and len(rotated) >= layers
-        if not known or any(type(n) not in (int, bool) or n not in (0, 1) for n in rotated):
+        if not known or any(flag not in (0, 1) for flag in rotated):
             raise self.refuse(
                 f"no_rope_layers: wanted 0 (no RoPE) or 1 for each of {layers} layers,"
                 f" got {rotated!r}"
             )
         return frozenset(i for i, flag in enumerate(rotated[:layers]) if not flag)
 
-    def rope(self, default_theta: float = 10000.0) -> RopeSpec:
+    def rope(self, family: Family = FAMILIES["LlamaForCausalLM"]) -> RopeSpec:
         # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling.
         rope: dict[str, Any] = {}
         for key in ("rope_scaling", "rope_parameters"):
@@ -293,10 +284,10 @@ class _Reader:
         if any(isinstance(part, dict) for part in rope.values()):
             raise self.refuse("rope_parameters: RoPE that differs by layer is not supported")
         name = rope.get("rope_type") or rope.get("type") or "default"
-        if name not in tuple(ROPE_TYPES):  # it may be of any type
-            raise self.refuse(
-                f"RoPE type {name!r} is not supported; there are {', '.join(ROPE_TYPES)}"
-            )
+        known = tuple(ROPE_TYPES) if family.rope_scaling else ("default",)
+        if name not in known:  # it may be of any type
+            there = ", ".join(known)
+            raise self.refuse(f"RoPE type {name!r} is not supported; there are {there}")
         for part in (rope, self.config):
             if part.get("partial_rotary_factor") not in (None, 1, 1.0):
                 raise self.refuse("partial_rotary_factor: partial RoPE is not supported")
@@ -312,21 +303,16 @@ class _Reader:
             raise self.refuse("RoPE type 'llama3' wants high_freq_factor > low_freq_factor")
         if name == "yarn":
             numbers |= self.yarn(rope)
-        scaled_from = int(numbers.pop(original, 0))
-        theta = rope.get("rope_theta") or self.value("rope_theta", default_theta)
-        theta = float(self.number(theta, "wanted rope_theta"))
-        return RopeSpec(name, theta, original_max_position=scaled_from, **numbers)
+        theta = rope.get("rope_theta") or self.value("rope_theta", family.rope_theta)
+        return RopeSpec(name, float(self.number(theta, "wanted rope_theta")), **numbers)
 
     def yarn(self, rope: Mapping[str, Any]) -> dict[str, float]:
         """The optional numbers of type "yarn", with the defaults of transformers."""
         if rope.get("truncate") is False:
             raise self.refuse("RoPE type 'yarn': truncate=false is not supported")
         names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-        given = {
-            name: float(self.number(rope[name], f"RoPE type 'yarn' wants {name}"))
-            for name in names
-            if rope.get(name)
-        }
+        wants = "RoPE type 'yarn' wants"
+        given = {n: float(self.number(rope[n], f"{wants} {n}")) for n in names if rope.get(n)}
         scales = given.pop("mscale", 0.0), given.pop("mscale_all_dim", 0.0)
         over, under = scales if all(scales) else (1.0, 0.0)
         logarithm = 0.1 * math.log(max(1.0, rope["factor"]))
@@ -363,22 +349,6 @@ def rope_table(spec: ModelSpec) -> Tensor:
     return torch.cat((angle.cos(), angle.sin()), dim=1) * spec.rope.attention_factor
 
 
-def no_rope_table(spec: ModelSpec, device: torch.device) -> Tensor:
-    """The table of a layer without RoPE: no position is rotated.
-
-    `append_kv` then returns its input; a zero may change its sign.
-
-    Returns:
-        float32, one row of ones, then zeros, expanded to the shape of `rope_table`.
-
-    Source: Yang et al., "RoPE to NoPE and Back Again" (arXiv 2501.18795).
-    """
-    half = spec.head_dim // 2
-    row = torch.cat((torch.ones(half), torch.zeros(half)))
-    # A copy to a device would write an expanded table out.
-    return row.to(device).expand(spec.max_position + MAX_DEPTH, -1)
-
-
 def rope_frequencies(spec: ModelSpec) -> Tensor:
     """The angle between two positions in each pair of dimensions, float32 [head_dim / 2]."""
     rope = spec.rope
@@ -388,7 +358,7 @@ def rope_frequencies(spec: ModelSpec) -> Tensor:
         frequency = frequency / rope.factor
     if rope.type == "llama3":
         # Turns over the original context: many are kept, few are slowed, a ramp joins the two.
-        turns = rope.original_max_position * frequency / (2 * torch.pi)
+        turns = rope.original_max_position_embeddings * frequency / (2 * torch.pi)
         width = rope.high_freq_factor - rope.low_freq_factor
         keep = ((turns - rope.low_freq_factor) / width).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / rope.factor
@@ -396,7 +366,7 @@ def rope_frequencies(spec: ModelSpec) -> Tensor:
         # The dimensions with so many turns over the original context, between which a ramp slows.
         fast, slow = (
             spec.head_dim
-            * math.log(rope.original_max_position / (turns * 2 * math.pi))
+            * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
             / (2 * math.log(rope.theta))
             for turns in (rope.beta_fast, rope.beta_slow)
         )

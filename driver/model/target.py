@@ -19,7 +19,7 @@ from ..common.tensor_parallel import TensorParallel
 from .exchange import shared_arrays
 from .kv_cache import KvCache
 from .shards import PARTS, Shard, head_rows
-from .spec import ModelSpec, no_rope_table, rope_table
+from .spec import ModelSpec, rope_table
 from .target_weights import DecoderLayer, TargetWeights
 from .workspace import Workspace
 
@@ -118,7 +118,9 @@ class TargetModel(TargetWeights):
         self.feature_layers = default_feature_layers(spec.num_layers)
         self.workspace = Workspace(self.device)
         self.cos_sin = rope_table(spec).to(self.device)
-        self._no_rope = no_rope_table(spec, self.device)
+        # Position 0 is not rotated, and a layer without RoPE rotates none (arXiv 2501.18795).
+        unrotated = self.cos_sin[:1] / spec.rope.attention_factor
+        self._no_rope = unrotated.expand_as(self.cos_sin)
         self._allocate_buffers()
         self.load_weights(weights)
 

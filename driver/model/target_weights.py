@@ -10,7 +10,16 @@ from torch import Tensor
 
 from ..common.errors import UserError
 from .checkpoint import check_dense, check_shapes
-from .families import EMBEDDING, FINAL_NORM, GATE_UP, HEAD, LAYER, QKV
+from .families import (
+    EMBEDDING,
+    FINAL_NORM,
+    GATE_UP,
+    HEAD,
+    JOINED_GATE_UP,
+    JOINED_QKV,
+    LAYER,
+    QKV,
+)
 from .shards import Shard
 from .spec import ModelSpec
 
@@ -126,8 +135,8 @@ class TargetWeights:
             return weight(name) if name in shapes else None
 
         def fused(parts: Sequence[str], kind: str) -> Tensor:
-            """One tensor whose consecutive rows are the named parts."""
-            names = [f"{part}.{kind}" for part in parts]
+            """One tensor whose consecutive rows are those of the named parts that there are."""
+            names = [name for part in parts if (name := f"{part}.{kind}") in shapes]
             rows = [shapes[name][0] for name in names]
             columns = shapes[names[0]][1:]
             whole = torch.empty(sum(rows), *columns, dtype=self.dtype, device=self.device)
@@ -137,14 +146,14 @@ class TargetWeights:
 
         return DecoderLayer(
             input_norm=weight("input_layernorm.weight"),
-            qkv=fused(QKV, "weight"),
+            qkv=fused((*QKV, JOINED_QKV), "weight"),
             qkv_bias=fused(QKV, "bias") if f"{QKV[0]}.bias" in shapes else None,
             q_norm=optional("self_attn.q_norm.weight"),
             k_norm=optional("self_attn.k_norm.weight"),
             output=weight("self_attn.o_proj.weight"),
             output_bias=optional("self_attn.o_proj.bias"),
             post_norm=weight("post_attention_layernorm.weight"),
-            gate_up=fused(GATE_UP, "weight"),
+            gate_up=fused((*GATE_UP, JOINED_GATE_UP), "weight"),
             down=weight("mlp.down_proj.weight"),
         )
 

@@ -158,8 +158,8 @@ def packed_layer(
     attention, weights = layer.self_attn, _layer_weights(layer, family, hidden.dtype)
     if family.rope_by_layer and not attention.use_rope:
         cos = sin = None
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    widths = [part.out_features // attention.head_dim for part in projections]
+    shape = attention.config
+    widths = [shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads]
     epsilon = layer.input_layernorm.variance_epsilon
     norms = (weights.input_norm, weights.q_norm, weights.k_norm)
     q, k, v = _before_attention(
@@ -216,7 +216,11 @@ def _after_attention(
 def _layer_weights(layer: Any, family: Family, dtype: torch.dtype) -> DecoderLayer:
     """A layer's weights in a dtype; those of one product are joined."""
     attention, mlp = layer.self_attn, layer.mlp
-    qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+    if family.joined:
+        qkv, gate_up = [attention.qkv_proj], [mlp.gate_up_proj]
+    else:
+        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        gate_up = [mlp.gate_proj, mlp.up_proj]
     groups = {
         "input_norm": [layer.input_layernorm.weight],
         "qkv": [part.weight for part in qkv],
@@ -226,7 +230,7 @@ def _layer_weights(layer: Any, family: Family, dtype: torch.dtype) -> DecoderLay
         "output": [attention.o_proj.weight],
         "output_bias": [attention.o_proj.bias],
         "post_norm": [layer.post_attention_layernorm.weight],
-        "gate_up": [mlp.gate_proj.weight, mlp.up_proj.weight],
+        "gate_up": [part.weight for part in gate_up],
         "down": [mlp.down_proj.weight],
     }
     found = {name: parts for name, parts in groups.items() if parts[0] is not None}

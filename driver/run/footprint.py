@@ -19,6 +19,7 @@ from ..common.tensor_parallel import TensorParallel
 from ..config.load import Config
 from ..config.strategy import MAX_DRAFTED, REJECTION
 from ..model import tiny
+from ..model.families import FAMILIES
 from ..model.fetch import SMOLLM2_CONFIG, is_smollm2
 from ..model.spec import DTYPES, ModelSpec
 from ..policy import logprobs
@@ -174,10 +175,11 @@ def layer_bytes(spec: ModelSpec, row: Row) -> int:
     attention = size * saved + FLOAT_BYTES * spec.num_heads
     if spec.qk_norm:
         attention += qk_norm_bytes(spec, row)
-    # Weights of one product are joined.
-    weights = size * spec.hidden_size * (qkv + 2 * spec.intermediate_size)
-    if row.copies:
-        weights = size * layer_numbers(spec)
+    # Weights of one product are joined, unless the checkpoint has them so.
+    joined = (
+        0 if FAMILIES[spec.family].joined else spec.hidden_size * (qkv + 2 * spec.intermediate_size)
+    )
+    weights = size * (layer_numbers(spec) if row.copies else joined)
     mlp = 4 * size * spec.intermediate_size  # gate, its silu, up, their product
     return row.tokens * (2 * norm_bytes(spec, row) + attention + mlp) + weights
 

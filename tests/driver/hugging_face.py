@@ -9,6 +9,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -77,6 +79,23 @@ LLAMA_70B = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
 }
+# Phi-4 by its published configuration.
+PHI4 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "vocab_size": 100352,
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 10,
+    "max_position_embeddings": 16384,
+    "original_max_position_embeddings": 16384,
+    "rope_theta": 250000,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
 # SmolLM3-3B by its published configuration.
 SMOLLM3_3B = {
     "architectures": ["SmolLM3ForCausalLM"],
@@ -115,6 +134,8 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (partial(MistralConfig, sliding_window=None), MistralForCausalLM),
+    # The default padding id is past small vocabularies.
+    "phi3": (partial(Phi3Config, pad_token_id=None), Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     # Every second layer has no RoPE; the default end and padding ids are past small vocabularies.
@@ -148,6 +169,7 @@ VARIANTS = {
         {"num_key_value_heads": 6, "attention_bias": True, "rope_parameters": LINEAR_ROPE},
     ),
     "mistral": ("mistral", {"head_dim": 16}),
+    "phi3": ("phi3", {}),
     "qwen2": ("qwen2", {"num_key_value_heads": 1, "rope_parameters": YARN_ROPE}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}),

@@ -14,7 +14,7 @@ from driver.policy.packed_forward import Documents
 from driver.run.dry_run import dry_run
 from driver.session.load import spec_of
 from tests.driver import hugging_face
-from tests.driver.hugging_face import VARIANTS, packed_hidden, random_model
+from tests.driver.hugging_face import PHI4, VARIANTS, YARN_ROPE, packed_hidden, random_model
 
 
 def test_every_family_has_its_tests():
@@ -57,9 +57,24 @@ def test_a_mistral_with_windows_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"sliding_window": 2047}, "sliding_window=2047: .* needs sliding_window=null"),
+        ({"rope_scaling": YARN_ROPE}, "RoPE type 'yarn' is not supported; there are default"),
+        ({"rope_scaling": {"type": "longrope"}}, "RoPE type 'longrope' is not supported"),
+        ({"partial_rotary_factor": 0.75}, "partial RoPE is not supported"),
+    ],
+)
+def test_what_other_models_of_phi3_s_class_have_is_refused_by_name(changes, match):
+    assert ModelSpec.from_config(PHI4).num_parameters == 14_659_507_200
+    with pytest.raises(UserError, match=match):
+        ModelSpec.from_config(PHI4 | changes)
+
+
+@pytest.mark.parametrize(
     "kind",
     ["cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "granite", "mamba2",
-     "mixtral", "olmo2", "phi3", "qwen3_moe"],
+     "ministral3", "mixtral", "olmo2", "olmo3", "qwen3_moe", "seed_oss"],
 )  # fmt: skip
 def test_a_folder_of_another_family_is_one_line(kind, tmp_path):
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]

@@ -166,7 +166,7 @@ def test_the_context_of_llama3_scaling_is_that_of_transformers(outside, inside, 
     config = {key: value for key, value in config.items() if value is not None}
     scaling = {key: value for key, value in scaling.items() if value is not None}
     spec = ModelSpec.from_config({**config, "rope_parameters": scaling})
-    assert spec.rope.original_max_position == context
+    assert spec.rope.original_max_position_embeddings == context
     theirs = LlamaConfig(**config, rope_parameters=scaling)
     assert ModelSpec.from_config({**theirs.to_dict(), **config}).rope == spec.rope
     rotary = LlamaRotaryEmbedding(theirs)

@@ -8,10 +8,9 @@ import tlt_ext
 from driver.common.errors import UserError
 from driver.model.checkpoint import load_checkpoint
 from driver.model.kv_cache import KvCache
-from driver.model.spec import no_rope_table, rope_table
 from driver.model.target import TargetModel, default_feature_layers
 from driver.session.load import spec_of
-from tests.driver.hugging_face import VARIANTS, logits_of, random_model, save_model
+from tests.driver.hugging_face import VARIANTS, YARN_ROPE, logits_of, random_model, save_model
 from tests.kit import generator, relative_error, same_bits
 
 ATOL = 1e-4  # on logits of order one, float32
@@ -234,7 +233,11 @@ def test_ops_one_by_one_have_the_bits_of_fused_ones(pair, monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_without_rope_appends_its_input(dtype):
     """Every number stays; only a zero may change its sign, which no score depends on."""
-    spec = spec_of(random_model("smollm3"))
+    whole = random_model("smollm3", rope_parameters=YARN_ROPE)
+    spec = spec_of(whole)
+    model = TargetModel(spec, whole.state_dict())
+    table = model._no_rope
+    assert spec.rope.attention_factor > 1
     qkv = torch.randn(5, spec.q_dim + 2 * spec.kv_dim, generator=generator(2)).to(dtype)
     qkv[2] = -0.0
     kv = KvCache.allocate(spec, num_pages=2, page_size=4, dtype=dtype)
@@ -246,11 +249,10 @@ def test_a_layer_without_rope_appends_its_input(dtype):
         block_table=torch.tensor([[0, 1]]).int(),
         status=torch.zeros(1).int(),
     )
-    table = no_rope_table(spec, torch.device("cpu"))
     tlt_ext.append_kv(qkv, q, kv.k[0], kv.v[0], table, rows)
     keys, values = (cache[0].flatten(0, 1)[:5].flatten(1) for cache in (kv.k, kv.v))
     assert torch.equal(torch.cat((q.flatten(1), keys, values), 1), qkv)
-    assert table.shape == rope_table(spec).shape
+    assert table.shape == model.cos_sin.shape
     assert table.untyped_storage().nbytes() == 4 * spec.head_dim
 
 

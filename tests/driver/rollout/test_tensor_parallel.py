@@ -12,11 +12,13 @@ from driver.common.world import World
 from driver.config.sections import ModelConfig
 from driver.model.shards import Shard, owned_columns
 from driver.model.spec import ModelSpec
+from driver.model.target_weights import TargetWeights
 from driver.model.tiny import build_policy
 from driver.rollout import graphs
 from driver.rollout.bandit import Bandit
 from driver.rollout.request import SamplingParams
 from driver.session import Session
+from driver.session.load import spec_of
 from tests import kit
 from tests.driver import hugging_face
 from tests.driver.rollout.test_bursts import looping
@@ -223,3 +225,31 @@ def test_a_session_of_a_group_takes_no_arrivals():
 def test_ranks_that_do_not_divide_into_groups_are_refused():
     with pytest.raises(UserError, match="tensor_parallel=2: .* a multiple of it, got 3"):
         TensorParallel.of(World(0, 3), 2)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_hold_the_same_rows_of_joined_projections(size):
+    policy = hugging_face.random_model("phi3", hidden_size=640, **SHAPE)
+    joined = spec_of(policy)
+    apart = replace(joined, family="LlamaForCausalLM")
+    weights = policy.state_dict()
+    split = {}
+    for name, weight in weights.items():
+        rows, names = [len(weight)], [name]
+        if "qkv_proj" in name:
+            rows = [joined.q_dim, joined.kv_dim, joined.kv_dim]
+            names = [name.replace("qkv", x) for x in "qkv"]
+        if "gate_up_proj" in name:
+            rows = [joined.intermediate_size] * 2
+            names = [name.replace("gate_up", x) for x in ("gate", "up")]
+        split |= zip(names, weight.split(rows), strict=True)
+    for rank in range(size):
+        ours, theirs = (
+            TargetWeights(spec, Shard.of(spec, rank, size), torch.device("cpu"), torch.float32)
+            for spec in (joined, apart)
+        )
+        ours.load_weights(weights)
+        theirs.load_weights(split)
+        for layer, other in zip(ours.layers, theirs.layers, strict=True):
+            assert torch.equal(layer.qkv, other.qkv)
+            assert torch.equal(layer.gate_up, other.gate_up)
