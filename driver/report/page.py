@@ -49,12 +49,11 @@ MEMORY = {
 }
 
 
-def render(runs: Sequence[RunData], refresh_s: int = 0) -> str:
+def render(runs: Sequence[RunData]) -> str:
     """The page.
 
     Args:
         runs: one, or several to compare.
-        refresh_s: seconds after which a browser reads the page again; 0 = never.
     """
     loader = FileSystemLoader(Path(__file__).parent)
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -70,7 +69,6 @@ def render(runs: Sequence[RunData], refresh_s: int = 0) -> str:
     ends = {metric: [_ends(run, metric) for run in runs] for metric in TILES}
     return templates.get_template("page.html").render(
         runs=runs,
-        refresh_s=refresh_s,
         colors=figures.RUN_COLORS,
         about=ABOUT,
         nothing=Markup('<p class="soft">no data</p>'),

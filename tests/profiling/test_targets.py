@@ -1,11 +1,10 @@
 """Targets against results, the tables of the documents, and the comparison of two results."""
 
-import copy
 import json
 
 import pytest
 
-from profiling.rig import beside, compare, results, tables, targets
+from profiling.rig import beside, results, tables, targets
 
 META = {
     "card": "NVIDIA H200",
@@ -173,44 +172,3 @@ def test_the_fastest_system_is_bold_and_what_is_not_measured_is_empty(tmp_path):
         "",
         f"NVIDIA H200, torch 2.11.0; {beside.VERSIONS}. Commits: peers abc, grpo abc.",
     ]
-
-
-def run_compare(tmp_path, old, new, *words):
-    paths = [write(tmp_path, "old.json", old), write(tmp_path, "new.json", new)]
-    return compare.main([*map(str, paths), *words])
-
-
-def test_a_slower_case_is_found(tmp_path, capsys):
-    assert run_compare(tmp_path, result(a=6.0), result(a=6.2)) == 0
-    assert run_compare(tmp_path, result(a=6.0), result(a=6.6)) == 1
-    out = capsys.readouterr().out
-    assert "1.100 WORSE" in out and "2 of 4 past 1.05" in out  # the case and its target
-    assert run_compare(tmp_path, result(a=6.0), result(a=6.6), "--threshold", "1.2") == 0
-
-
-def test_a_lower_figure_is_worse_for_at_least(tmp_path):
-    assert run_compare(tmp_path, result(b=1.5), result(b=1.6)) == 0
-    assert run_compare(tmp_path, result(b=1.5), result(b=1.2)) == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda r: r["meta"].update(card="NVIDIA H100"), "other cards: NVIDIA H200 and"),
-        (lambda r: [row.update(bench="x") for row in r["rows"]], "other benchmarks: fake and x"),
-        (lambda r: r["rows"][0].pop("median_us"), "other schema: no 'median_us'"),
-        (lambda r: r["targets"][0].pop("got"), "other schema: no 'got'"),
-        (lambda r: r.pop("targets"), "not a result; it must have meta, rows and targets"),
-        (lambda r: (r["rows"].pop(0), r["rows"].pop(0), r["targets"].clear()), "other benchmarks"),
-        (
-            lambda r: ([row.update(case="z") for row in r["rows"]], r["targets"].clear()),
-            "no case and no target in common",
-        ),
-    ],
-)
-def test_results_that_cannot_be_compared_are_refused(tmp_path, capsys, change, reason):
-    new = copy.deepcopy(result())
-    change(new)
-    assert run_compare(tmp_path, result(), new) == 2
-    error = capsys.readouterr().err
-    assert reason in error and error.count("\n") == 1
