@@ -17,7 +17,6 @@ from .strategy import OFF, REJECTION, SHARED, Strategy, parse_strategies, split_
 
 DTYPES = ("float32", "bfloat16", "float16")
 GROUP_SIZES = (1, 2, 4, 8)  # of engine.tensor_parallel
-MAX_NAME_BYTES = 200  # a file name may have 255, and files beside the folder have longer names
 MAX_PREFILL_CHUNK = 8192
 MIN_TEMPERATURE = 0.01  # below, logits over temperature lose the resolution of float32
 
@@ -54,11 +53,6 @@ class RunConfig(Section, prefix="run."):
         if "/" in self.name or self.name in (".", ".."):
             raise UserError(
                 f"run.name: must be a plain folder name, got {self.name!r}; run.root is its place"
-            )
-        if len(self.name.encode()) > MAX_NAME_BYTES:
-            raise UserError(
-                f"run.name: must be at most {MAX_NAME_BYTES} bytes long, got"
-                f" {len(self.name.encode())}"
             )
 
 
@@ -107,9 +101,7 @@ class WarmupConfig(Section, prefix="warmup."):
         0, "optimizer steps of the drafter; 0: it starts untrained; needs warmup.keep=true", low=0
     )
     drafter_tokens: int = setting(2048, "tokens of a drafter step", low=1)
-    responses: int = setting(
-        64, "the drafter learns from this many sampled responses and as many worked ones", low=1
-    )
+    responses: int = setting(64, "sampled and worked responses each, for the drafter", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -328,10 +320,7 @@ class SpotConfig(Section, prefix="spot."):
         words=("auto", "overlapped", "serial", "coordinated", "off"),
     )
     rebalance: int = setting(
-        0,
-        "several ranks: one with at most this many requests left hands them to a busy rank, which"
-        " recomputes their KV; 0: never",
-        low=0,
+        0, "a rank with at most this many requests left hands them to a busy one; 0: never", low=0
     )
     slowdown: float = setting(1.03, "overlapped: largest slowdown of decoding", low=1)
     lr: float = setting(0.0, "learning rate during RL; 0: drafter.lr", low=0)

@@ -10,8 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ..model.kv_cache import KvCache
+from ..rollout.pages import pages_for
+from ..rollout.request import RunningRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +31,27 @@ class Document:
     # None: no tool wrote a token.
     generated: Tensor | None = None
     start: int = 0  # position of the first token
+
+    @staticmethod
+    def of(
+        request: RunningRequest, window: tuple[int, int], cache: KvCache, version: int
+    ) -> Document:
+        """Copies a range of a finished request out of the cache, without waiting for the device."""
+        recorded, size, (start, end) = cache.features, cache.page_size, window
+        assert recorded is not None
+        first = start // size  # whole pages need few indices
+        pages = request.pages[first : pages_for(end - 1, size)]
+        index = torch.tensor(pages, dtype=torch.int64, pin_memory=recorded.is_cuda)
+        index = index.to(recorded.device, non_blocking=True)
+        rows = recorded.index_select(0, index).flatten(0, 1)
+        features = rows[start - first * size : end - 1 - first * size].clone()
+        tokens = torch.from_numpy(np.array(request.tokens[start:end]))
+        ready = torch.cuda.current_stream().record_event() if recorded.is_cuda else None
+        prompt, count = len(request.request.prompt_ids), request.context_len + 1
+        generated = generated_run(count, [(prompt + a, prompt + b) for a, b in request.tools])
+        if generated is not None:
+            generated = generated[start : end - 2]
+        return Document(tokens, features, version, ready, generated, start)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from statistics import fmean
+from typing import Any
+
+from ..rollout.stats import RolloutStats
 
 WINDOW = 3  # rollouts whose mean is compared: prompts change the accept length by 2 to 4 %
 PAYBACK = 10  # rollouts in which training must save its cost: then the policy has changed
@@ -120,8 +125,17 @@ class Payoff:
 
     def __init__(self) -> None:
         self.trains = True
+        self.delay_s = 0.0  # by which training has delayed the run since the last decision
+        self.weighed = 0  # micro-steps until then
         self._changed = False
         self._history: list[Measured] = []
+
+    def weigh(self, stats: RolloutStats, trained: int) -> str:
+        """Decides after a rollout; `trained` micro-steps were made in all. See `add`."""
+        learned = stats.learned_passes, stats.learned_emitted, stats.learned_s
+        made, self.weighed = trained - self.weighed, trained
+        cost_s, self.delay_s = self.delay_s, 0.0
+        return self.add(Measured(*learned, cost_s, made, trained))
 
     def add(self, measured: Measured) -> str:
         """Adds a rollout; returns the reason if the decision changes, else an empty text."""
@@ -132,3 +146,17 @@ class Payoff:
             self.trains, self._changed = decision.trains, True
             self._history = [] if self.trains else self._history[-WINDOW:]
         return decision.reason
+
+
+def delays(method: Callable[..., None]) -> Callable[..., None]:
+    """Counts the time of a method of the spot trainer as a cost: the run waits for it."""
+
+    @wraps(method)
+    def timed(self: Any, *args: Any, **options: Any) -> None:
+        begin = time.perf_counter()
+        try:
+            method(self, *args, **options)
+        finally:
+            self.payoff.delay_s += time.perf_counter() - begin
+
+    return timed

@@ -5,49 +5,29 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import Any, cast
 
-import numpy as np
 import torch
 
 from ..common.spans import Spans
+from ..config.sections import DrafterConfig, SpotConfig
 from ..model.drafter import Drafter
 from ..model.kv_cache import KvCache
 from ..model.target import TargetModel
 from ..rollout.draft_runner import DraftRunner
 from ..rollout.observer import RolloutObserver
-from ..rollout.pages import pages_for
 from ..rollout.request import RunningRequest
-from .buffer import DataBuffer, Document, generated_run
+from ..rollout.stats import RolloutStats
+from .buffer import DataBuffer, Document
 from .checkpoint import DraftCheckpoints
 from .loss import Teachers
 from .partition import Overlap, Placement
-from .payoff import Measured, Payoff
+from .payoff import Payoff, delays
 from .step import IN_FLIGHT, Bin, DraftStep, Reduce, StepReports
 from .swap import WeightSwap
 from .thread import StepThread
-
-if TYPE_CHECKING:
-    from ..config.sections import DrafterConfig, SpotConfig
-    from ..rollout.stats import RolloutStats
-
-
-def delays(method: Callable[..., None]) -> Callable[..., None]:
-    """Counts the time of a method as a cost: the rollout or the training loop waits for it."""
-
-    @wraps(method)
-    def timed(self: SpotTrainer, *args: Any, **options: Any) -> None:
-        begin = time.perf_counter()
-        try:
-            method(self, *args, **options)
-        finally:
-            self._delay_s += time.perf_counter() - begin
-
-    return timed
 
 
 @dataclass(eq=False)
@@ -91,7 +71,6 @@ class SpotTrainer(RolloutObserver):
         self.busy_s = self._spent_s = 0.0
         self.payoff = Payoff()
         self.paused = False  # no step is made in a tail: the policy's update uses the time
-        self._delay_s, self._weighed = 0.0, 0  # delay since, steps at the last `weigh`
         self._final: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # begin, end
         self.reports = StepReports()
         self.weights = WeightSwap(self.step.average.state_dict, self.runner)
@@ -114,35 +93,17 @@ class SpotTrainer(RolloutObserver):
     # ---- called by the engine and the training loop ---------------------------------------------
 
     def prepare(self) -> None:
-        """Captures the graph of the first rollout in advance, for a drafter that was trained.
-
-        Its documents are of one policy: a run that starts or resumes has no others.
-        """
+        """Captures the graph of the first rollout in advance, for a drafter that was trained."""
         if self.bin.fixed and self.config.mode != "off" and self.steps:
-            self.step.capture(0, None)
+            self.step.capture(0, None)  # there are no documents of an earlier policy yet
 
     @delays
     def on_finish(self, request: RunningRequest) -> None:
         """Copies the features of a finished request out of the cache."""
         if self.config.mode == "off" or not self.payoff.trains:
             return
-        recorded, size, count = self.cache.features, self.cache.page_size, request.context_len + 1
-        assert recorded is not None
-        start, end = self.buffer.window(count, request.request.id)
-        # Whole pages need few indices. Nothing here waits for the device.
-        first = start // size
-        pages = request.pages[first : pages_for(end - 1, size)]
-        index = torch.tensor(pages, dtype=torch.int64, pin_memory=self.bin.fixed)
-        index = index.to(recorded.device, non_blocking=True)
-        rows = recorded.index_select(0, index).flatten(0, 1)
-        features = rows[start - first * size : end - 1 - first * size].clone()
-        tokens = torch.from_numpy(np.array(request.tokens[start:end]))
-        ready = torch.cuda.current_stream().record_event() if self.bin.fixed else None
-        prompt = len(request.request.prompt_ids)
-        generated = generated_run(count, [(prompt + a, prompt + b) for a, b in request.tools])
-        if generated is not None:
-            generated = generated[start : end - 2]
-        self.buffer.add(Document(tokens, features, self.target_version, ready, generated, start))
+        window = self.buffer.window(request.context_len + 1, request.request.id)
+        self.buffer.add(Document.of(request, window, self.cache, self.target_version))
 
     @delays
     def on_pass(self, active: int, passes: int = 1) -> None:
@@ -163,18 +124,11 @@ class SpotTrainer(RolloutObserver):
         self.weights.swap()
 
     def weigh(self, stats: RolloutStats) -> str:
-        """Decides after a rollout whether training pays, unless it uses idle ranks.
-
-        Returns:
-            The reason if training stops or goes on from here; else an empty text.
-        """
+        """Decides after a rollout whether training pays, unless on idle ranks; see `Payoff`."""
         if self.config.mode in ("off", "coordinated"):
             return ""
         self.stop()
-        made = self.steps - self._weighed
-        learned = stats.learned_passes, stats.learned_emitted, stats.learned_s
-        reason = self.payoff.add(Measured(*learned, self._delay_s, made, self.steps))
-        self._delay_s, self._weighed = 0.0, self.steps
+        reason = self.payoff.weigh(stats, self.steps)
         if reason and not self.payoff.trains:
             self.renew()  # the weights that draft meanwhile
         return reason
@@ -193,7 +147,7 @@ class SpotTrainer(RolloutObserver):
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             begun = self._stream.record_event(torch.cuda.Event(enable_timing=True))
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
             for _ in range(self.config.final_steps):
                 if not self.attempt():
                     break
@@ -206,7 +160,7 @@ class SpotTrainer(RolloutObserver):
         self._wait()
         if self._final is not None:  # they delayed the update by their time at most
             self._final[1].synchronize()
-            self._delay_s += 1e-3 * self._final[0].elapsed_time(self._final[1])
+            self.payoff.delay_s += 1e-3 * self._final[0].elapsed_time(self._final[1])
             self._final = None
         self._in_flight = IN_FLIGHT
         self.stop()
@@ -350,7 +304,8 @@ class SpotTrainer(RolloutObserver):
         spent = time.perf_counter() - begin
         self._spent_s += spent
         if self.thread.is_current:
-            self._delay_s += spent * (1.0 if self.overlap is None else self.overlap.slowdown - 1)
+            share = 1.0 if self.overlap is None else self.overlap.slowdown - 1
+            self.payoff.delay_s += spent * share
 
     def first_vocabulary(self) -> None:
         """Builds the vocabulary before the first step, unless a kept teacher uses the old one."""
@@ -373,10 +328,7 @@ class SpotTrainer(RolloutObserver):
     # ---- records --------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Entries of the metrics file.
-
-        Loss, acceptance and top-1 are of the trained weights, not of their average.
-        """
+        """Entries of the metrics file; loss, acceptance, top-1 are not of the average."""
         if not self.running:
             self.reports.read(0)
         out = {
@@ -432,16 +384,15 @@ class SpotTrainer(RolloutObserver):
         self.step.average.load(head | state["drafter"], state.get("trained", {}))
         self.step.load_state_dict(state["optimizer"])
         self.steps, self.tokens_seen = state["steps"], state["tokens_seen"]
-        self._weighed = self.steps
+        self.payoff.weighed = self.steps
         self.reports.last["drafter/acceptance"] = state["acceptance"]
         self.buffer.seen_tokens = Counter(state["seen_tokens"])
         self._use_vocabulary(vocabulary)
         if state["version"]:
             self.runner.load(self.step.average.state_dict(), state["version"])
 
-    def resume(self) -> int:
-        """Loads the newest drafter checkpoint if it is ahead; returns the micro-steps gained."""
-        before, found = self.steps, None if self.checkpoints is None else self.checkpoints.latest()
-        if found is not None and found[0] > before:
+    def resume(self) -> None:
+        """Loads the newest drafter checkpoint if it is ahead."""
+        found = None if self.checkpoints is None else self.checkpoints.latest()
+        if found is not None and found[0] > self.steps:
             self.load_state_dict(found[1])
-        return self.steps - before
