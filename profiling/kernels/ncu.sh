@@ -4,8 +4,7 @@
 #   profiling/kernels/ncu.sh attention                          # the cases of the targets
 #   profiling/kernels/ncu.sh attention --only 'tree16 b1 kv8192'
 #
-# Profiles the launches inside the range `profile_target`, one call a case.
-# Writes profiling/out/<op>.ncu-rep and .csv. Run on an H100 for attention (6ecb0d9): a table of 6 launches.
+# Profiles the launches inside the range `profile_target`, one call a case. Writes profiling/out/<op>.ncu-rep.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -20,14 +19,12 @@ if ! command -v ncu >/dev/null; then
   exit 127
 fi
 mkdir -p profiling/out
-report=profiling/out/$op
-metrics=$("$python" -m profiling.kernels.ncu_table --metrics)
+report=profiling/out/$op.ncu-rep
 # Unlocked clocks, as in the benchmarks.
-ncu --force-overwrite --export "$report.ncu-rep" --target-processes all --clock-control none \
-  --nvtx --nvtx-include "profile_target/" --metrics "$metrics" \
-  "$python" -m profiling.bench "$op" --quick --profile "$@"
-ncu --import "$report.ncu-rep" --csv --page raw --print-units base >"$report.csv"
-"$python" -m profiling.kernels.ncu_table "$report.csv"
-echo "wrote $report.ncu-rep and $report.csv"
-echo "next: ncu-ui $report.ncu-rep    or, for every section of one case:"
+ncu --force-overwrite --export "$report" --target-processes all --clock-control none \
+  --nvtx --nvtx-include "profile_target/" --section SpeedOfLight --section ComputeWorkloadAnalysis \
+  --section LaunchStats --section Occupancy "$python" -m profiling.bench "$op" --quick --profile "$@"
+ncu --import "$report" --page details
+echo "wrote $report"
+echo "next: ncu-ui $report    or, for every section of one case:"
 echo "  ncu --set full --nvtx --nvtx-include profile_target/ $python -m profiling.bench $op --profile --only CASE"
