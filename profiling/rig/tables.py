@@ -15,7 +15,6 @@ from pathlib import Path
 
 from profiling.rig.beside import peers_table, speeds_table
 from profiling.rig.results import Target, known_targets
-from profiling.rig.targets import wanted_text
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
@@ -196,9 +195,8 @@ def _made_by(meta: dict) -> str:
 
 
 def _wanted(target: Target) -> str:
-    bound = wanted_text(target.wanted).rpartition(" ")[0]
-    ((_, value),) = target.wanted.items()
-    return f"{bound} {figure(target.name, value)}"
+    ((bound, value),) = target.wanted.items()
+    return f"{bound.replace('_', ' ')} {figure(target.name, value)}"
 
 
 def filled(text: str, targets: Sequence[Target]) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from profiling import figures
-from profiling.rig import targets
 from profiling.studies.grpo_arms import ArmRun, curves
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,12 +38,7 @@ def test_a_folder_without_results_gives_one_line(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_without_results_has_no_table(tmp_path, capsys):
-    assert targets.main(["--results", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"profiling.rig.targets: {tmp_path}: holds no results\n"
-
-
-@pytest.mark.parametrize("module", ["rig.targets", "rig.tables", "kernels.resources"])
+@pytest.mark.parametrize("module", ["rig.tables", "kernels.resources"])
 def test_outside_a_checkout_a_command_is_an_error_of_one_line(tmp_path, module):
     """As in an installation that holds the package and not the checkout."""
     ignore = shutil.ignore_patterns("results", "__pycache__")

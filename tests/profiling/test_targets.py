@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from profiling.rig import beside, results, tables, targets
+from profiling.rig import beside, results, tables
 
 META = {
     "card": "NVIDIA H200",
@@ -45,19 +45,6 @@ def known(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "all_targets", lambda: WANTED)
     write(tmp_path, "fake.json", result())
     return tmp_path
-
-
-def test_every_target_is_listed_with_its_figure(known, capsys):
-    assert targets.main(["--results", str(known)]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == "[fake]"
-    assert out[1].split() == "met a_us at most 7 got 6 2026-11-27 abc1234".split()
-    assert out[2].split()[:2] == ["UNMET", "b_x"]
-    assert out[3].split() == "MISSING c_x at least 1 got -".split()
-    assert out[4] == "1 met, 1 unmet, 1 missing of 3"
-    targets.main(["--results", str(known), "--unmet"])
-    unmet = capsys.readouterr().out
-    assert " a_us " not in unmet and "1 met, 1 unmet, 1 missing of 3" in unmet
 
 
 def test_the_newer_figure_counts_and_an_older_one_fills_in(known):
