@@ -21,8 +21,6 @@ from .errors import UserError
 
 T = TypeVar("T")
 
-BUCKET = 1 << 24  # elements reduced at once
-
 
 def _from_environment(name: str, default: int) -> int:
     """A count that torchrun sets."""
@@ -271,25 +269,6 @@ def share_state(
             for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(part.view_as(tensor))
     return state
-
-
-def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Adds up tensors of one dtype over a group (None = all ranks), in place, many at a time."""
-    bucket: list[Tensor] = []
-
-    def reduce() -> None:
-        flat = torch.cat([t.reshape(-1) for t in bucket])
-        dist.all_reduce(flat, group=group)
-        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-            tensor.copy_(part.view_as(tensor))
-        bucket.clear()
-
-    for tensor in tensors:
-        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET:
-            reduce()
-        bucket.append(tensor)
-    if bucket:
-        reduce()
 
 
 def split_by_length(expected: Sequence[float], parts: int) -> list[list[int]]:

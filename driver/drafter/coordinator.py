@@ -16,7 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..common.world import World, backend_of, share_state, sum_over
+from ..common.world import World, backend_of, share_state
 from .trainer import SpotTrainer
 
 POLL_S = 0.002
@@ -128,8 +128,8 @@ class Coordinator:
             self.world.beat()
             sums.copy_(torch.tensor([tokens > 0, tokens, stop]))
             dist.all_reduce(sums, group=group)  # on the host, where a lost rank can be named
-            sum_over(gradients, group)
-            for gradient in gradients:
+            for gradient in gradients:  # a dozen
+                dist.all_reduce(gradient, group=group)
                 gradient /= max(1, int(sums[0]))
             return int(sums[1])
 
