@@ -83,10 +83,7 @@ class Bandit:
         return buckets[min(bisect_left(buckets, batch), len(buckets) - 1)]
 
     def choose(
-        self,
-        batch: int,
-        usable: Callable[[Strategy], bool],
-        step_s: StepSeconds = unknown_step_s,
+        self, batch: int, usable: Callable[[Strategy], bool], step_s: StepSeconds = unknown_step_s
     ) -> Strategy:
         """The strategy of the next pass.
 

@@ -130,11 +130,7 @@ class PassGraphs:
         return cell in self._captured or (cell is not None and bool(self.failed))
 
     def burst(
-        self,
-        cell: Cell,
-        limit: int,
-        ends: int = 1,
-        meanwhile: Callable[[], bool] = nothing,
+        self, cell: Cell, limit: int, ends: int = 1, meanwhile: Callable[[], bool] = nothing
     ) -> float:
         """Makes up to `limit` passes, until `ends` requests have finished (one without loops).
 

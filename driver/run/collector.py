@@ -306,10 +306,7 @@ class Collector(RolloutObserver):
         return decode(ids[:-1] if finished else ids, skip_special_tokens=False)
 
     def rewards(
-        self,
-        prompts: Sequence[Prompt],
-        responses: Sequence[Response],
-        places: Sequence[int] = (),
+        self, prompts: Sequence[Prompt], responses: Sequence[Response], places: Sequence[int] = ()
     ) -> list[float]:
         """One reward for each response to its prompt, in order.
 

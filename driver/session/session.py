@@ -138,10 +138,7 @@ class Session(SharedEngine):
         return [future.result() for future in futures]
 
     def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        on_end: OnEnd | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, on_end: OnEnd | None = None
     ) -> Future[Response]:
         """Starts a request, at once if others run.
 
@@ -198,10 +195,7 @@ class Session(SharedEngine):
         return decode(response.token_ids, skip_special_tokens=True)
 
     def _requests(
-        self,
-        prompts: str | Request | Sequence[Prompt],
-        params: SamplingParams | None,
-        samples: int,
+        self, prompts: str | Request | Sequence[Prompt], params: SamplingParams | None, samples: int
     ) -> list[Request]:
         if not (isinstance(samples, Integral) and samples > 0):
             raise UserError(f"samples: must be at least 1, got {shown(samples)}")

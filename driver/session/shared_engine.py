@@ -100,11 +100,7 @@ class SharedEngine:
 
     # ---- the policy, the drafter, memory --------------------------------------------------------
 
-    def update_weights(
-        self,
-        stream: Weights,
-        version: int | None = None,
-    ) -> None:
+    def update_weights(self, stream: Weights, version: int | None = None) -> None:
         """Copies new weights into the engine, in place.
 
         Unfinished requests wait for it between two passes. They keep their tokens, whose KV is

@@ -31,14 +31,7 @@ from driver.drafter.checkpoint import DraftCheckpoints
 from driver.drafter.trainer import SpotTrainer
 from profiling.rig.bench import Bench, say
 from profiling.rig.results import ROOT
-from profiling.rig.subjects import (
-    QWEN2_7B,
-    Subject,
-    fix_bandit,
-    of_checkpoint,
-    of_shape,
-    spot_of,
-)
+from profiling.rig.subjects import QWEN2_7B, Subject, fix_bandit, of_checkpoint, of_shape, spot_of
 from profiling.rig.warm import warm_words
 from profiling.studies import drafter_runs
 from profiling.studies.draft_cost import packing

@@ -42,11 +42,7 @@ def proposer(kind: str, batch: int, group: int, length: int, depth: int, top_k: 
         group_slots=torch.arange(rows, **INT).view(batch, group),
     )
     nodes = tlt_ext.Nodes(
-        token,
-        parent,
-        torch.zeros(batch, capacity, device="cuda"),
-        level,
-        torch.zeros(batch, **INT),
+        token, parent, torch.zeros(batch, capacity, device="cuda"), level, torch.zeros(batch, **INT)
     )
     sampling = tlt_ext.Sampling(
         torch.ones(batch, device="cuda"), torch.arange(batch, device="cuda")

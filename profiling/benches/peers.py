@@ -108,8 +108,7 @@ def smollm2(bench: Bench, made: Engines) -> None:
     lookup |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
     made.start(LOOKUP, subject.folder, k=4, speculative_config=lookup, **longest)
     rollout = subject.rollout(
-        f"engine.strategies={' '.join(['off', *STRATEGIES])}",
-        longest=max(trace_lengths()) + 512,
+        f"engine.strategies={' '.join(['off', *STRATEGIES])}", longest=max(trace_lengths()) + 512
     )
     made.ready()
     # The most important rows first, since the time may run out.
@@ -154,12 +153,7 @@ def speculative_rows(bench: Bench, subject: Subject, rollout: Rollout, made: Eng
 
 
 def rollouts(
-    bench: Bench,
-    case: str,
-    rollout: Rollout,
-    made: Engines,
-    among: Collection[str],
-    batch: Batch,
+    bench: Bench, case: str, rollout: Rollout, made: Engines, among: Collection[str], batch: Batch
 ) -> Mapping[str, Made]:
     """A whole rollout in our engine with its bandit, and in some of vLLM's engines.
 

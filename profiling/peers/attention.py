@@ -81,11 +81,7 @@ def flex(
 
 
 def flashinfer(
-    shape: tuple[int, int, int],
-    kv: int,
-    rows: int,
-    tree: bool,
-    inputs: list[dict],
+    shape: tuple[int, int, int], kv: int, rows: int, tree: bool, inputs: list[dict]
 ) -> Calls:
     """FlashInfer on our pages: causal for a chain, with a custom mask for a tree."""
     import flashinfer as library

@@ -21,11 +21,7 @@ from profiling.studies.vllm_engines import Engines, eagle3, export
 K, CHAIN = 4, "learned:4,1,5"  # chains of equal length
 PROMPTS, TOKENS = 64, 192
 # Temperature, how vLLM drafts, how we verify. At T = 1 the last one is the same rule in both.
-ARMS = (
-    (0.0, "greedy", "shared"),
-    (1.0, "greedy", "shared"),
-    (1.0, "probabilistic", "rejection"),
-)
+ARMS = ((0.0, "greedy", "shared"), (1.0, "greedy", "shared"), (1.0, "probabilistic", "rejection"))
 # In bfloat16 1.3 % of SmolLM2's tokens differ even in vLLM's batch-invariant mode (an H200).
 FLOAT32: dict[str, Any] = {"dtype": "float32", "attention_backend": "TRITON_ATTN"}
 # Depths below and above seven layers, where vLLM's own choice of layers is another.

@@ -37,10 +37,7 @@ def arm_words(config: Config) -> dict[str, list[str]]:
     return {
         "off": ["engine.strategies=off", "spot.mode=off"],
         "ngram": [f"engine.strategies={ngrams}", "spot.mode=off"],
-        "static": [
-            f"engine.strategies=off {static}",
-            f"bandit.policy={static}",
-        ],
+        "static": [f"engine.strategies=off {static}", f"bandit.policy={static}"],
         "frozen": ["spot.mode=off"],
         "full": [],
     }
