@@ -20,12 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ..common.world import World
+from .host_moments import MOMENTS, HostMoments, local
 from .micro_batch import MicroBatch
 from .packed_forward import packed_layer, packed_logprobs
-
-MOMENTS = ("exp_avg", "exp_avg_sq")  # names in the state of torch's AdamW
-PART_NUMBERS = 1 << 27  # parameters whose moments are on the device at once, with offload=moments
-BLOCK_NUMBERS = 1 << 31  # of a block of host memory
 
 
 class PolicyWeights:
@@ -66,9 +63,7 @@ class PolicyWeights:
         self.params = list(self.named.values())
         # AdamW in one pass over memory.
         self.fused = offload == "all" or self.device.type == "cuda"
-        self._kept: dict[tuple[Tensor, str], Tensor] = {}  # moments in host memory
-        numbers = sum(_local(param).numel() for param in self.params)
-        self._host = _HostBlocks(len(MOMENTS) * numbers, self.device.type == "cuda")
+        self._on_host = HostMoments(self.params, self.device) if offload == "moments" else None
 
     def _shard(self, model: Any) -> None:
         # Slow to import.
@@ -126,7 +121,7 @@ class PolicyWeights:
 
     def gradient_bits(self) -> list[int]:
         """A sum of each gradient's bits; waits for the device."""
-        gradients = [_local(param.grad) for param in self.params if param.grad is not None]
+        gradients = [local(param.grad) for param in self.params if param.grad is not None]
         bits = [grad.contiguous().view(torch.int32).sum(dtype=torch.int64) for grad in gradients]
         return torch.stack(bits).tolist()
 
@@ -150,8 +145,8 @@ class PolicyWeights:
             if torch.isfinite(norm):
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-                if self.offload == "moments":
-                    self._step_in_parts(optimizer)
+                if self._on_host is not None:
+                    self._on_host.step(optimizer)
                 else:
                     optimizer.step()
             else:
@@ -159,53 +154,17 @@ class PolicyWeights:
         optimizer.zero_grad()
         return norm
 
-    def _step_in_parts(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step that has the moments of few parameters on the device at a time."""
-        gradients = [param.grad for param in self.params]
-        optimizer.zero_grad()
-        waiting, numbers = [], 0
-        for index, param in enumerate(self.params):
-            waiting.append(param)
-            numbers += _local(param).numel()
-            param.grad, gradients[index] = gradients[index], None
-            state = optimizer.state[param]
-            for moment in MOMENTS if state else ():
-                part = state[moment].to(self.device, non_blocking=True)
-                state[moment] = self._placed(part, param)
-            if numbers < PART_NUMBERS and index + 1 < len(self.params):
-                continue
-            optimizer.step()  # of those with a gradient
-            for other in waiting:
-                self._to_host(optimizer.state[other], other)
-                other.grad = None
-            waiting, numbers = [], 0
-        self._wait_for_host()
-
-    def _wait_for_host(self) -> None:
-        """Before the host reads or writes moments: copies to it are asynchronous."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _to_host(self, state: dict[str, Any], param: Tensor) -> None:
-        """Moves the moments of a parameter to their place in host memory."""
-        for moment in MOMENTS if state else ():
-            value = _local(state[moment])
-            if (param, moment) not in self._kept:
-                self._kept[param, moment] = self._host.take(value.shape)
-            state[moment] = self._kept[param, moment].copy_(value, non_blocking=True)
-
     def start_moments(self, optimizer: torch.optim.Optimizer, updates: int) -> None:
         """Gives the optimizer the state of some updates, with moments of 0 to load others into."""
+        if self._on_host is not None and updates:
+            return self._on_host.start(optimizer, updates)
         for param in self.params if updates else ():
             state = {"step": torch.tensor(float(updates), device=param.device)}
             optimizer.state[param] = state | {key: torch.zeros_like(param) for key in MOMENTS}
-            if self.offload == "moments":
-                self._to_host(optimizer.state[param], param)
-        self._wait_for_host()
 
     def is_finite(self) -> bool:
         """Whether all parameters of all ranks are finite; a collective call."""
-        largest = torch._foreach_norm([_local(param) for param in self.params], math.inf)
+        largest = torch._foreach_norm([local(param) for param in self.params], math.inf)
         finite = torch.stack(largest).isfinite().all()  # the largest of NaN and others is NaN
         return all(self.world.gather(bool(finite)))
 
@@ -216,7 +175,7 @@ class PolicyWeights:
         """
         with self.together():
             for name, param in self.named.items():
-                weight = _local(param)
+                weight = local(param)
                 if self.world.size > 1:
                     weight = weight.to(self.device, self.dtype)  # before it is sent
                     weight = self._placed(weight, param).full_tensor()
@@ -231,10 +190,10 @@ class PolicyWeights:
         Returns:
             "weight" and the names of the moments -> name of the parameter -> tensor.
         """
-        found = {"weight": {name: _local(param) for name, param in self.named.items()}}
+        found = {"weight": {name: local(param) for name, param in self.named.items()}}
         for moment in MOMENTS:
             state = {name: optimizer.state.get(param, {}) for name, param in self.named.items()}
-            found[moment] = {name: _local(of[moment]) for name, of in state.items() if of}
+            found[moment] = {name: local(of[moment]) for name, of in state.items() if of}
         return found
 
     def placed(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Any]]:
@@ -263,26 +222,6 @@ def is_sharded(world: World, offload: str) -> bool:
     return offload == "all" or world.size > 1
 
 
-class _HostBlocks:
-    """Float32 tensors in a few blocks of host memory, pinned for a GPU.
-
-    torch rounds each pinned allocation up to a power of 2, which could double the memory.
-    """
-
-    def __init__(self, numbers: int, pinned: bool) -> None:
-        self._left, self._pinned = numbers, pinned
-        self._block = torch.empty(0)
-
-    def take(self, shape: torch.Size) -> Tensor:
-        count = shape.numel()
-        if len(self._block) < count:
-            size = max(count, min(self._left, BLOCK_NUMBERS))
-            self._block = torch.empty(size, pin_memory=self._pinned)
-        taken, self._block = self._block[:count], self._block[count:]
-        self._left -= count
-        return taken.view(shape)
-
-
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Changes the dtype of the parameters in place; buffers stay, such as RoPE frequencies."""
     for param in model.parameters():
@@ -293,8 +232,3 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 def _widen(module: nn.Module) -> None:
     if next(module.parameters()).dtype != torch.float64:
         in_dtype(module, torch.float32)
-
-
-def _local(tensor: Any) -> Tensor:
-    """This rank's rows of a tensor, which share its memory."""
-    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()

@@ -23,8 +23,8 @@ from ..model.families import FAMILIES
 from ..model.fetch import SMOLLM2_CONFIG, is_smollm2
 from ..model.spec import DTYPES, ModelSpec
 from ..policy import logprobs
+from ..policy.host_moments import BLOCK_NUMBERS, MOMENTS, RING
 from ..policy.packed_forward import LONG_TOKENS
-from ..policy.weights import MOMENTS, PART_NUMBERS
 from ..rollout.pages import pages_for
 from ..rollout.plan import BucketPlan, draft_bytes
 from ..rollout.state import WORDS_PER_REQUEST
@@ -120,9 +120,8 @@ class RunShape:
             phases = {phase: kept | needs for phase, needs in phases.items()}
         phases |= {"update, its end": kept | phases["update, its end"], "optimizer": dict(kept)}
         if on_card and offload == "moments":
-            numbers = PART_NUMBERS + max(map(math.prod, spec.shapes().values())) // ranks
-            share = min(1.0, numbers * ranks / spec.num_parameters)
-            phases["optimizer"]["moments of a part"] = int(trained["Adam"] * share)
+            block = min(BLOCK_NUMBERS, max(_shard_numbers(spec, ranks)))
+            phases["optimizer"]["blocks of moments"] = RING * len(MOMENTS) * FLOAT_BYTES * block
         if config.engine.free_in_update == "true":
             phases["rollout"] = {part: always.pop(part) for part in PAGES if part in always}
         return Footprint(always, phases, sum(moved.values()) if on_card else 0)
@@ -260,9 +259,14 @@ def chunk_bytes(spec: ModelSpec, row: Row) -> int:
     return spec.vocab_size * max(arrays * FLOAT_BYTES * rows, share)
 
 
+def _shard_numbers(spec: ModelSpec, ranks: int) -> list[int]:
+    """Parameters of a rank's share of each tensor; FSDP2 divides the rows."""
+    return [-(-rows // ranks) * math.prod(cols) for rows, *cols in spec.shapes().values()]
+
+
 def _trained_parts(spec: ModelSpec, ranks: int) -> dict[str, int]:
     """Bytes by part of a rank's share of the float32 policy."""
-    numbers = sum(-(-rows // ranks) * math.prod(cols) for rows, *cols in spec.shapes().values())
+    numbers = sum(_shard_numbers(spec, ranks))
     return {"policy": FLOAT_BYTES * numbers, "Adam": len(MOMENTS) * FLOAT_BYTES * numbers}
 
 

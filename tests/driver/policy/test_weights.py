@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from driver.model.checkpoint import load_checkpoint
+from driver.policy.host_moments import MOMENTS
 from driver.policy.trainer import PolicyTrainer
-from driver.policy.weights import MOMENTS
 from tests.driver.hugging_face import save_model
 from tests.driver.policy.test_trainer import REWARDS, Cfg, make_model, make_responses
 from tests.forks import run_ranks
@@ -68,10 +68,10 @@ torch.save(found, folder / f"rank-{world.rank}.pt")
 world.leave()
 """
 
-# Several steps of the optimizer and several blocks of host memory for one update.
-SMALL_PARTS = """
-from driver.policy import weights
-weights.PART_NUMBERS, weights.BLOCK_NUMBERS = 3000, 5000
+# Several rounds of the ring and several blocks of host memory for one update; tensors in pieces.
+SMALL_BLOCKS = """
+from driver.policy import host_moments
+host_moments.BLOCK_NUMBERS, host_moments.HOST_NUMBERS = 700, 5000
 """
 
 
@@ -209,7 +209,7 @@ def test_moments_in_host_memory_change_no_bit(ranks, tmp_path):
     launch(tmp_path, ranks)
     *_, plain = torch.load(tmp_path / "rank-0.pt")
     inputs(tmp_path, torch.float32, tied=False, offload="moments")
-    launch(tmp_path, ranks, script=SMALL_PARTS + SCRIPT)
+    launch(tmp_path, ranks, script=SMALL_BLOCKS + SCRIPT)
     *_, weights = torch.load(tmp_path / "rank-0.pt")
     assert weights.keys() == plain.keys()
     assert all(torch.equal(weights[name], plain[name]) for name in plain)
