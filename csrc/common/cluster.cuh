@@ -6,11 +6,16 @@
 
 namespace tlt {
 
-// Publishes this thread's writes to the cluster. Every thread of every block that has not exited
-// arrives, then waits.
+// Publishes this thread's writes to its block's shared memory to the cluster. Every thread of every
+// block that has not exited arrives, then waits. A fence of all memory would wait for the card.
 __device__ __forceinline__ void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
+  asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#else
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
 #endif
 }
 

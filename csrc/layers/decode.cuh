@@ -104,8 +104,13 @@ __device__ __forceinline__ Added load_added(const LinearParams& p, int row, int6
   return added;
 }
 
+// The address of an output.
+__device__ __forceinline__ char* out_of(const LinearParams& p, int64_t at) {
+  return static_cast<char*>(p.out) + (at << (p.out_dtype == DType::kFloat32 ? 2 : 1));
+}
+
 template <typename T>
-__device__ __forceinline__ void store_added(const LinearParams& p, int64_t at, float sum,
+__device__ __forceinline__ void store_added(const LinearParams& p, char* to, float sum,
                                             const Added& added) {
   if (p.bias) sum += unpack<T>(added.bias).x;
   if (p.residual) {
@@ -113,9 +118,9 @@ __device__ __forceinline__ void store_added(const LinearParams& p, int64_t at, f
                                           : unpack<T>(added.residual).x;
   }
   if (p.out_dtype == DType::kFloat32) {
-    static_cast<float*>(p.out)[at] = sum;
+    *reinterpret_cast<float*>(to) = sum;
   } else {
-    static_cast<T*>(p.out)[at] = as_storage<T>(sum);
+    *reinterpret_cast<T*>(to) = as_storage<T>(sum);
   }
 }
 

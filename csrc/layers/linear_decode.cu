@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
         const Output to = output(i);
         if (to.row >= rows || to.col >= count) continue;
         const int64_t at = (first_row + to.row) * p.out_stride + share.begin + first + to.col;
-        store_added<T>(p, at, tile_sum<D>(sums, to.row, to.col), ahead[i]);
+        store_added<T>(p, out_of(p, at), tile_sum<D>(sums, to.row, to.col), ahead[i]);
       }
       load_ahead(tile + 1);
     }

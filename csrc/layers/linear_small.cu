@@ -56,6 +56,39 @@ __device__ __forceinline__ void load_inside(Chunk<T>& to, const T* from, bool in
   to.raw = join(low, high);
 }
 
+// Keeps an address in a register; otherwise the compiler computes it again after the wait.
+template <typename P>
+__device__ __forceinline__ void keep(P*& global) {
+  asm volatile("" : "+l"(global));
+  __builtin_assume(__isGlobal(global));
+}
+
+__device__ __forceinline__ void keep(uint32_t& shared) { asm volatile("" : "+r"(shared)); }
+
+// The address of a sum in shared memory. From a column below 8 in 16, or an even row, ^ leads to
+// the column 8 further, or to the next row: `sums` is aligned, so these bits of the address are
+// zero.
+constexpr uint32_t kHighColumn = 8 * sizeof(float);
+template <typename S>
+constexpr uint32_t kNextRow = S::kCols * sizeof(float);
+template <typename S>
+__device__ __forceinline__ uint32_t sum_address(const float* sums, int row, int col) {
+  uint32_t at = shared_address(sums + sum_index<S::kCols>(row, col));
+  keep(at);
+  return at;
+}
+
+// The sum of the parts, like tile_sum.
+template <typename S>
+__device__ __forceinline__ float sum_at(uint32_t address) {
+  float part[kParts];
+#pragma unroll
+  for (int w = 0; w < kParts; ++w) {
+    part[w] = load_shared_float(address + w * S::kRows * kNextRow<S>);
+  }
+  return sum_of_parts(part);
+}
+
 // The epilogue of the appending form, in separate warps: they look up the destinations of the sums,
 // then store them.
 template <typename T, typename S>
@@ -82,9 +115,11 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
   find_angles(after, position, at.i, angle);
   sync_threads<kFinishersBarrier, kFinishers>();
   PairOut<T> out[kTurns];
+  uint32_t low_at[kTurns];
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     const int row = finished_row<S>(i);
+    low_at[i] = sum_address<S>(sums, row, low_col(pair));
     if (!has_pair || row >= rows || places.request[row] < 0) continue;
     out[i] = pair_out<T>(after, row, at, places.at[row]);
   }
@@ -92,8 +127,7 @@ __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendK
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     if (out[i].low == nullptr) continue;
-    float low = tile_sum<S>(sums, finished_row<S>(i), low_col(pair));
-    float high = tile_sum<S>(sums, finished_row<S>(i), low_col(pair) + 8);
+    float low = sum_at<S>(low_at[i]), high = sum_at<S>(low_at[i] ^ kHighColumn);
     if (p.bias) {
       low += bias[0];
       high += bias[1];
@@ -106,7 +140,7 @@ template <typename T, typename S, bool kNorms, typename After>
 __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
     small_kernel(const __grid_constant__ LinearKernelParams params,
                  const __grid_constant__ After after, const int unit) {
-  __shared__ float sums[kParts * S::kRows * S::kCols];
+  __shared__ __align__(256) float sums[kParts * S::kRows * S::kCols];
   __shared__ float squares[kNorms ? kParts : 1][S::kRows];
   launch_dependents();
   const LinearParams& p = params.linear;
@@ -160,13 +194,21 @@ __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
   for (int i = 0; i < S::kRowTiles; ++i) {
     x_from[i] = static_cast<const T*>(p.x) + (i * 8 + g) * p.x_stride + first_k;
     if (i * 8 + g < rows && steps > 0) prefetch_line(x_from[i]);
+    keep(x_from[i]);
   }
   // The output of a thread, if it has one.
   const int out_row = threadIdx.x / S::kUnit, out_col = threadIdx.x % S::kUnit;
   const bool ends = !kAppends<After> && out_row < rows && out_col < count;
-  const int64_t out_at = out_row * p.out_stride + begin + out_col;
+  char* out_to = nullptr;
+  if constexpr (!kAppends<After>) {
+    out_to = out_of(p, out_row * p.out_stride + begin + out_col);
+    keep(out_to);
+  }
   const int64_t residual_at = out_row * p.residual_stride + begin + out_col;
   Added added = {};
+  const uint32_t acc_at = sum_address<S>(sums + warp * S::kRows * S::kCols, t * 2, g);
+  const uint32_t out_sum =
+      sum_address<S>(sums, out_row, kPairs<After> ? low_col(out_col) : out_col);
   if constexpr (!kPairs<After>) {
     if (ends && p.bias) added.bias = static_cast<const uint16_t*>(p.bias)[begin + out_col];
     if (ends && p.residual) prefetch_line(residual_of(p, residual_at));
@@ -238,7 +280,6 @@ __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
       }
     }
   }
-  float* mine = sums + warp * S::kRows * S::kCols;
 #pragma unroll
   for (int i = 0; i < S::kRowTiles; ++i) {
     if (i * 8 + t * 2 >= rows) continue;
@@ -246,19 +287,18 @@ __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
     for (int tile = 0; tile < S::kTiles; ++tile) {
 #pragma unroll
       for (int c = 0; c < 2 * S::kHalves; ++c) {
-        const int row = i * 8 + t * 2 + c % 2, col = tile * 16 + c / 2 * 8 + g;
-        mine[sum_index<S::kCols>(row, col)] = acc[tile][i][c];
+        const uint32_t further = (2 * tile + c / 2) * kHighColumn + c % 2 * kNextRow<S>;
+        store_shared((acc_at ^ further) + i * 8 * kNextRow<S>, acc[tile][i][c]);
       }
     }
   }
   sync_sums<After>();
   if (!ends) return;
   if constexpr (std::is_same_v<After, SiluMul>) {
-    const float gate = tile_sum<S>(sums, out_row, low_col(out_col));
-    const float up = tile_sum<S>(sums, out_row, low_col(out_col) + 8);
-    static_cast<T*>(p.out)[out_at] = silu_mul_sums<T>(gate, up);
+    *reinterpret_cast<T*>(out_to) =
+        silu_mul_sums<T>(sum_at<S>(out_sum), sum_at<S>(out_sum ^ kHighColumn));
   } else if constexpr (!kAppends<After>) {
-    store_added<T>(p, out_at, tile_sum<S>(sums, out_row, out_col), added);
+    store_added<T>(p, out_to, sum_at<S>(out_sum), added);
   }
 }
 
