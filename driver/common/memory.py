@@ -1,9 +1,12 @@
-"""Peak memory of this process, as metrics; and the size of a float."""
+"""Memory of this machine, peaks of this process as metrics, and the size of a float."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -11,6 +14,17 @@ from .releasable import ReleasableMemory
 
 FLOAT_BYTES = 4  # float32
 CARD_MEMORY = "perf/max_memory_allocated_gb"
+# Memory limits of a container, in the second and the first version of control groups.
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def host_bytes() -> int:
+    """Memory of this machine, or of the container."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in LIMITS:
+        with suppress(OSError, ValueError):  # the file is missing, or "max" = no limit
+            sizes.append(int(Path(path).read_text()))
+    return min(sizes)
 
 
 def peak_memory_gb() -> float:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ..common.host_copies import HostCopies, held_bytes
+from ..common.memory import host_bytes
 
 HOST_SHARE = 0.25  # largest share of the machine's memory for copies
-# Memory limits of a container, in the second and the first version of control groups.
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class CheckpointWriter:
@@ -74,7 +70,7 @@ class CheckpointWriter:
         self._written = self._thread.submit(work)
 
     def _can_copy(self, state: Any) -> bool:
-        if self.threaded and held_bytes(state) > HOST_SHARE * _host_bytes():
+        if self.threaded and held_bytes(state) > HOST_SHARE * host_bytes():
             self.threaded = False
             warnings.warn(
                 f"a checkpoint of {held_bytes(state) / 1e9:.1f} GB exceeds {HOST_SHARE:.0%} of"
@@ -88,11 +84,3 @@ class CheckpointWriter:
         if self._written is not None and (wait or self._written.done()):
             written, self._written = self._written, None
             written.result()
-
-
-def _host_bytes() -> int:
-    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in LIMITS:
-        with suppress(OSError, ValueError):  # the file is missing, or "max" = no limit
-            sizes.append(int(Path(path).read_text()))
-    return min(sizes)

@@ -67,7 +67,7 @@ def check_run(config: Config, folder: Path | None, ranks: int = 1) -> tuple[Conf
 
     Raises:
         UserError: the run exceeds the context of its model, its engine, or the memory or the
-            kernels of its card.
+            kernels of its card, or the memory of the host.
     """
     spec = policy_spec(config, folder)
     shape = RunShape(spec, longest_prompt(config, folder, spec), ranks)
@@ -75,7 +75,7 @@ def check_run(config: Config, folder: Path | None, ranks: int = 1) -> tuple[Conf
     limit_gb = memory_gb(config.run.device)
     config = decided(config, shape, limit_gb)
     if config.run.check_memory and config.run.device != "cpu":
-        check_fits(config, shape, limit_gb)
+        check_fits(config, shape, limit_gb, memory_gb("cpu"))
     return config, shape
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..common.errors import UserError
+from ..common.memory import host_bytes
 from ..config.load import Config
 from ..config.sections import GROUP_SIZES
 from ..model.shards import Shard
@@ -28,19 +29,25 @@ def decided(config: Config, shape: RunShape, limit_gb: float) -> Config:
     return kept if config.run.device == "cpu" or fits(kept, shape, limit_gb) else freed
 
 
-def check_fits(config: Config, shape: RunShape, limit_gb: float) -> None:
+def check_fits(config: Config, shape: RunShape, limit_gb: float, host_gb: float = math.inf) -> None:
     """Rejects a run that does not fit into memory.
 
     Args:
         config, shape: of the run.
         limit_gb: memory of the card or the machine, in 10^9 bytes; 0 = unknown.
+        host_gb: memory of the machine with the card.
 
     Raises:
         UserError: with the predicted peak, its largest part, and settings that fit.
     """
+    parts = shape.footprint(config)
+    if parts.host > host_gb * 1e9:
+        raise UserError(
+            f"grpo.offload={config.grpo.offload}: it keeps {parts.host / 1e9:.2f} GB on the host,"
+            f" which has {host_gb:.2f} GB; use more ranks or another grpo.offload"
+        )
     if fits(config, shape, limit_gb):
         return
-    parts = shape.footprint(config)
     held = parts.always | parts.phases[parts.largest]
     largest = max(held, key=lambda part: held[part])
     changes = fitting(config, shape, limit_gb)
@@ -149,7 +156,7 @@ def as_words(changes: Changes) -> str:
 def memory_gb(device: str) -> float:
     """Memory of the card or the machine, in 10^9 bytes; 0 = unknown."""
     if device == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        return host_bytes() / 1e9
     index = int(device.partition(":")[2] or 0)
     if index >= torch.cuda.device_count():
         return 0.0

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from driver.common import memory
 from driver.common.errors import UserError
 from driver.common.host_copies import HostCopies, held_bytes
 from driver.records import checkpoint_writer
@@ -101,7 +102,7 @@ def test_without_a_thread_nothing_is_copied(tmp_path):
 
 
 def test_a_state_too_large_for_the_machine_is_written_at_once(monkeypatch):
-    monkeypatch.setattr(checkpoint_writer, "_host_bytes", lambda: 100)
+    monkeypatch.setattr(checkpoint_writer, "host_bytes", lambda: 100)
     writer, state, seen = CheckpointWriter(threaded=True), {"w": torch.zeros(7)}, []
     with pytest.warns(
         UserWarning, match="a checkpoint of 0.0 GB exceeds 25% of this machine's memory"
@@ -112,12 +113,12 @@ def test_a_state_too_large_for_the_machine_is_written_at_once(monkeypatch):
 
 def test_a_container_s_limit_counts(monkeypatch, tmp_path):
     limits = [tmp_path / "memory.max", tmp_path / "not there"]
-    monkeypatch.setattr(checkpoint_writer, "LIMITS", limits)
+    monkeypatch.setattr(memory, "LIMITS", limits)
     limits[0].write_text("max\n")
-    whole = checkpoint_writer._host_bytes()
+    whole = memory.host_bytes()
     assert whole > 1 << 28
     limits[0].write_text("1000000\n")
-    assert checkpoint_writer._host_bytes() == 1_000_000
+    assert memory.host_bytes() == 1_000_000
 
 
 @pytest.mark.parametrize("wait", [True, False])

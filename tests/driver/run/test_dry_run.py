@@ -192,6 +192,18 @@ def test_a_run_of_an_unknown_machine_fits_and_a_refusal_names_settings_that_help
         check_fits(config, shape, 15.0)  # less than the engine's weights
 
 
+def test_moments_that_exceed_the_host_s_memory_are_refused(seven_b):
+    config = load_config(["preset=7b", seven_b])
+    shape = shape_of(config)
+    host_gb = shape.footprint(config).host / 1e9
+    assert host_gb == pytest.approx(8e-9 * shape.spec.num_parameters)
+    check_fits(config, shape, 141, host_gb)
+    with pytest.raises(
+        UserError, match="grpo.offload=moments: it keeps 60.92 GB on the host, which"
+    ):
+        check_fits(config, shape, 141, host_gb - 0.01)
+
+
 def test_pages_are_released_in_the_update_if_the_run_would_not_fit_otherwise(seven_b):
     config = load_config(["preset=7b", seven_b])
     shape = shape_of(config)
