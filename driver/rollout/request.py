@@ -136,7 +136,7 @@ class Request:
         if needed > num_pages:
             raise UserError(
                 f"engine.num_pages={num_pages}: one request of {total} tokens needs"
-                f" {needed} pages of {page_size}"
+                f" {needed} pages of {page_size}; raise it, or set 0 for the default size"
             )
 
 

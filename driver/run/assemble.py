@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ from ..common.tensor_parallel import check_group
 from ..config.load import Config
 from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec
-from ..rollout.pages import pages_for
+from ..rollout.request import Request, SamplingParams
 from ..session.load import end_ids
 from ..session.parts import check_kernels
 from ..tasks import Split, Task
@@ -84,19 +85,11 @@ def check_engine(config: Config, spec: ModelSpec, prompt_len: int) -> None:
             `engine.num_pages` is too small.
     """
     check_kernels(config, spec)
-    engine, response = config.engine, config.sampling.max_new_tokens
-    total = prompt_len + response
-    if 0 < engine.max_len < total:
-        raise UserError(
-            f"engine.max_len={engine.max_len}: a prompt of {prompt_len} tokens and"
-            f" sampling.max_new_tokens={response} need {total}; raise it, or set 0 for the default"
-        )
-    needed = pages_for(total, engine.page_size) + 1  # a shared partial page
-    if 0 < engine.num_pages < needed:
-        raise UserError(
-            f"engine.num_pages={engine.num_pages}: one request of {total} tokens needs {needed}"
-            f" pages of {engine.page_size}; raise it, or set 0 for the default size"
-        )
+    engine, params = config.engine, SamplingParams(max_new_tokens=config.sampling.max_new_tokens)
+    longest = Request(0, 0, (0,) * prompt_len, params)
+    longest.check(
+        engine.max_len or spec.max_position, engine.page_size, engine.num_pages or sys.maxsize
+    )
 
 
 def check_ranks(config: Config, ranks: int) -> None:
