@@ -28,8 +28,9 @@ from .config.strategy import LEARNED, OFF, Strategy
 from .drafter.eagle3 import CONFIG, KIND, LAYERS, WEIGHTS, config_of_state, write_drafter
 from .model.prompts import PromptEncoder
 from .model.spec import ModelSpec, read_json
-from .rollout.request import Request, SamplingParams, request_id
-from .run.assemble import check_prompts, longest_request, prompt_encoder, stop_ids
+from .rollout.request import Request, request_id
+from .run.assemble import check_prompts, longest_request, prompt_encoder
+from .run.warm_start import sampling_params
 from .session.load import load_policy, spec_of
 from .session.parts import build_rollout, drafter_state
 from .tasks import Task, make_task
@@ -73,16 +74,12 @@ class _Bench:
         )
 
     def measure(self, task: Task, encode: PromptEncoder, seen: bool) -> Measurement:
-        params = SamplingParams(
-            temperature=self.config.sampling.temperature,
-            max_new_tokens=self.config.sampling.max_new_tokens,
-            stop_ids=stop_ids(self.spec, task, encode),
-        )
-        requests = []
-        for i in range(min(self.options.prompts, task.size("eval") or self.options.prompts)):
-            prompt = task.prompt("eval", i)
-            ids = encode(prompt.text)
-            requests.append(Request(request_id("eval", 0, prompt.id, 0), i, ids, params))
+        params = sampling_params(self.config, self.spec, task, encode)
+        count = min(self.options.prompts, task.size("eval") or self.options.prompts)
+        requests = [
+            Request(request_id("eval", 0, prompt.id, 0), i, encode(prompt.text), params)
+            for i, prompt in enumerate(task.prompt("eval", i) for i in range(count))
+        ]
         learned: Any = self.rollout.engine.proposers[LEARNED.name]
         lengths, strategy = [], Strategy.parse(self.options.strategy)
         plain = self._generate(requests, OFF)
