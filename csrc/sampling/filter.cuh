@@ -135,12 +135,13 @@ class Filter {
     return add_rn(add_rn(row_.scaled(logit(token)), -max_), -log_f32(total));
   }
 
-  // Calls f(id, logit, scaled) on this thread's ids; NaN and +inf come as -inf.
-  template <typename F>
+  // Calls f(id, logit, scaled) on this thread's ids; NaN and +inf come as -inf. The calls of
+  // kAtOnce groups are unrolled.
+  template <int kAtOnce = kStepGroups, typename F>
   __device__ void for_each(F&& f) {
-    scanner_.for_each_step(row_, [&](int32_t first, const Raw<T>(&raw)[kStepGroups]) {
+    scanner_.template for_each_step<kAtOnce>(row_, [&](int32_t first, const Raw<T>(&raw)[kAtOnce]) {
 #pragma unroll
-      for (int group = 0; group < kStepGroups; ++group) {
+      for (int group = 0; group < kAtOnce; ++group) {
         float x[kGroup];
         expand(raw[group], x);
 #pragma unroll

@@ -13,6 +13,8 @@ namespace tlt {
 namespace {
 
 constexpr float kMaxProb = 1.001f;  // rounding may make a probability slightly larger than 1
+// Groups of ids whose entries are unrolled: an entry is long, and all four take minutes to compile.
+constexpr int kUnrolled = 1;
 
 // Division by the largest entry, then scaling to sum 1; not valid where nothing is left, and the
 // distribution is then kept as it is.
@@ -81,7 +83,7 @@ template <typename T, typename F>
 __device__ void normalise(Cluster<kThreads>& cluster, Filter<T>& filter, F&& entry,
                           Normalizer* target, Normalizer* draft) {
   Entry largest{0.0f, 0.0f};
-  filter.for_each([&](int32_t id, float x, float s) {
+  filter.template for_each<kUnrolled>([&](int32_t id, float x, float s) {
     const Entry e = entry(id, x, s);
     largest = {fmaxf(largest.target, e.target), fmaxf(largest.draft, e.draft)};
   });
@@ -93,7 +95,7 @@ __device__ void normalise(Cluster<kThreads>& cluster, Filter<T>& filter, F&& ent
   const auto part = [](float x, const Normalizer& normal) {
     return normal.valid ? __float2ll_rz(mul_rn(__fdiv_rn(x, normal.largest), 0x1p40f)) : 0;
   };
-  filter.for_each([&](int32_t id, float x, float s) {
+  filter.template for_each<kUnrolled>([&](int32_t id, float x, float s) {
     const Entry e = entry(id, x, s);
     mass[0] += part(e.target, *target);
     mass[1] += part(e.draft, *draft);
@@ -108,7 +110,7 @@ __device__ int32_t draw_from(Cluster<kThreads>& cluster, Filter<T>& filter,
                              const Distributions<T>& distributions, const NoiseKey& key,
                              int32_t position) {
   uint64_t best = 0;
-  filter.for_each([&](int32_t id, float x, float s) {
+  filter.template for_each<kUnrolled>([&](int32_t id, float x, float s) {
     const float prob = distributions.at(id, x, s).target;
     if (prob < FLT_MIN) return;  // log_f32 takes normal numbers
     const uint32_t word = noise_word(key, position, static_cast<uint32_t>(id));

@@ -96,25 +96,29 @@ class Rounds {
     return first_id(first_step_ + group / kStepGroups * kWarps, group % kStepGroups) + at;
   }
 
-  // Calls f(first id, bits of the groups) for each of this thread's steps of the row that was
-  // scored last. The groups are kApart ids apart; NaN and +inf are read as -inf. All lanes of a
-  // warp take part in every call.
-  template <typename F>
+  // Calls f(first id, bits of kAtOnce groups) for this thread's groups of the row that was scored
+  // last. The groups are kApart ids apart; NaN and +inf are read as -inf. All lanes of a warp take
+  // part in every call.
+  template <int kAtOnce = kStepGroups, typename F>
   __device__ __forceinline__ void for_each_step(const Row<T>& row, F&& f) const {
     const uint4* slot = slots_;
 #pragma unroll 1
     for (int32_t step = first_step_; step < end_; step += kWarps, slot += kStageSlots) {
-      Raw<T> raw[kStepGroups];
+#pragma unroll 1
+      for (int first = 0; first < kStepGroups; first += kAtOnce) {
+        Raw<T> raw[kAtOnce];
 #pragma unroll
-      for (int group = 0; group < kStepGroups; ++group) {
-        if (keeps_row()) {
-          raw[group] = RowData<T>::read(slot + group * kGroupSlots);
-          continue;  // bad logits were replaced there
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int group = first + i;
+          if (keeps_row()) {
+            raw[i] = RowData<T>::read(slot + group * kGroupSlots);
+            continue;  // bad logits were replaced there
+          }
+          raw[i] = row.load(first_id(step, group));
+          if (row.is_bad(largest_of(raw[i]))) row.drop_bad(raw[i]);
         }
-        raw[group] = row.load(first_id(step, group));
-        if (row.is_bad(largest_of(raw[group]))) row.drop_bad(raw[group]);
+        f(first_id(step, first), raw);
       }
-      f(first_id(step, 0), raw);
     }
   }
 

@@ -28,7 +28,6 @@ SPILL_REASONS: dict[str, str] = {
     r"attention/kernel\.cu: .*(attend|cluster)_kernel.*128": "outside the loop over tiles",
     r"attention/kernel\.cu: merge_kernel": "128 registers: more blocks beside the other kernel",
     r"layers/linear_hopper\.cu: .*, 128, ": "outside the loop over blocks of K",
-    r"sampling/rejection\.cu: .* sm_90a": "one word at 128 registers",
     r"tree/kernel\.cu: .*expand_kernel": "the noise of a level is held over the wait",
     r"kv/kernel\.cu: .*move_kernel<unsigned short>": "caches that are not aligned to 16 bytes",
 }
