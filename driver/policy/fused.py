@@ -24,7 +24,8 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(first: torch.Tensor, *others: Any) -> Any:
-        if not first.is_cuda or first.shape[-1] < LEAST_WIDTH:
+        single = not first.is_cuda or first.shape[-1] < LEAST_WIDTH
+        if single or torch.compiler.is_compiling():
             return function(first, *others)
         for tensor in (first, *others):
             if isinstance(tensor, torch.Tensor) and len(tensor) == len(first):

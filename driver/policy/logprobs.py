@@ -5,6 +5,7 @@ Shapes: M tokens, m of them in a chunk, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ CHUNK_LOGITS = 1 << 27
 # Stands for -inf where it is multiplied by a probability of 0: exp(-1e4) is 0 in float64 too.
 LEAST_LOGPROB = -1e4
 
+# Gradient [m] of a loss by the log-probs of a part of the tokens, from these log-probs.
+LossGradient = Callable[[Tensor, slice], Tensor]
+
 
 def token_logprobs(
     hidden: Tensor,
@@ -25,11 +29,13 @@ def token_logprobs(
     tokens: Tensor,
     temperature: float | Tensor,
     entropy_grad: bool = False,
+    loss_gradient: LossGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of sampled tokens and the entropy at them, computed in chunks of rows.
 
-    The backward pass computes a chunk's logits again, so that only one chunk is in memory. Logits
-    and the gradient of the head are accumulated in float32 whatever the dtype of the head is.
+    The backward pass computes a chunk's logits again, so that only one chunk is in memory. With
+    `loss_gradient` the forward pass computes the gradients too. Logits and the gradient of the head
+    are accumulated in float32 whatever the dtype of the head is.
 
     Args:
         hidden: float [M, H], final hidden state at the position before each token.
@@ -37,6 +43,8 @@ def token_logprobs(
         tokens: int64 [M], the sampled ids.
         temperature: float or float [M], divides the logits; 0 leaves them as they are.
         entropy_grad: whether the entropy has a gradient.
+        loss_gradient: the gradient that the log-probs will have, if it is known by then. The
+            backward pass takes it for the one that it gets; the entropy has none.
 
     Returns:
         Log-probs float32 [M] of `log_softmax(logits / T)`, and their entropy float32 [M].
@@ -50,7 +58,9 @@ def token_logprobs(
         scale = torch.where(temperature > 0, temperature, 1.0).reciprocal().unsqueeze(-1)  # [M, 1]
     elif temperature not in (0.0, 1.0):
         scale = hidden.new_full((len(tokens), 1), 1 / temperature, dtype=torch.float32)  # [M, 1]
-    return _TokenLogprobs.apply(hidden, head, tokens.unsqueeze(-1), scale, entropy_grad)
+    return _TokenLogprobs.apply(
+        hidden, head, tokens.unsqueeze(-1), scale, entropy_grad, loss_gradient
+    )
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -64,13 +74,22 @@ class _TokenLogprobs(torch.autograd.Function):
         tokens: Tensor,
         scale: Tensor | None,
         entropy_grad: bool,
+        loss_gradient: LossGradient | None,
     ) -> tuple[Tensor, Tensor]:
         exact = torch.float64 if head.dtype == torch.float64 else torch.float32
         logprobs = hidden.new_empty(len(tokens), dtype=exact)  # [M]
         entropy = torch.empty_like(logprobs)  # [M]
+        gradients = None if loss_gradient is None else _Gradients(hidden, head, scale)
         for part in _chunks(len(tokens), len(head)):
             logits = _logits(hidden, head, scale, part)  # [m, V]
-            logprobs[part], entropy[part] = _logprob_and_entropy(logits, tokens[part])
+            if loss_gradient is None or gradients is None:
+                logprobs[part], entropy[part] = _logprob_and_entropy(logits, tokens[part])
+                continue
+            found = _logprob_entropy_slope(logits, tokens[part], head.dtype)
+            logprobs[part], entropy[part], slope = found
+            del logits, found
+            gradients.add(part, slope, -loss_gradient(logprobs[part], part))
+        ctx.gradients = gradients
         ctx.save_for_backward(hidden, head, tokens, scale, entropy if entropy_grad else None)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -79,25 +98,49 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, tokens, scale, entropy = ctx.saved_tensors
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            gradients = _Gradients(hidden, head, scale)
+            for part in _chunks(len(tokens), len(head)):
+                slope = _slope(
+                    _logits(hidden, head, scale, part),
+                    tokens[part],
+                    grad[part, None],
+                    None if entropy is None else entropy[part, None],
+                    entropy_grad[part, None],
+                    head.dtype,
+                )
+                gradients.add(part, slope, -grad[part] if entropy is None else None)
+        return gradients.hidden, gradients.head.to(head.dtype), None, None, None, None
+
+
+class _Gradients:
+    """The gradients of hidden states [M, H] and of the head, float32 or wider [V, H]."""
+
+    def __init__(self, hidden: Tensor, head: Tensor, scale: Tensor | None) -> None:
+        self._of, self._scale = (hidden, head), scale
+        self.hidden = torch.empty_like(hidden)
+        self.head = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))
+
+    def add(self, part: slice, slope: Tensor, factor: Tensor | None) -> None:
+        """Those of a chunk: the gradient of its logits is slope [m, V] times factor [m] or -1."""
+        hidden, head = self._of
         # A factor that all logits of a row share is applied to the narrow side of a product.
-        factor = -grad if entropy is None else torch.full_like(grad, -1.0)  # [M]
-        factor = factor.unsqueeze(-1) if scale is None else factor.unsqueeze(-1) * scale  # [M, 1]
-        grad_hidden = torch.empty_like(hidden)  # [M, H]
-        grad_head = torch.zeros_like(head, dtype=grad.dtype)  # [V, H]
-        for part in _chunks(len(tokens), len(head)):
-            logits = _logits(hidden, head, scale, part)  # [m, V]
-            slope = _slope(
-                logits,
-                tokens[part],
-                grad[part, None],
-                None if entropy is None else entropy[part, None],
-                entropy_grad[part, None],
-                head.dtype,
-            )
-            del logits
-            grad_hidden[part] = factor[part] * _product(slope, head)
-            grad_head += _product(slope.T, (factor[part] * hidden[part]).to(head.dtype))
-        return grad_hidden, grad_head.to(head.dtype), None, None, None
+        factor = self.hidden.new_full((1,), -1.0) if factor is None else factor
+        factor = factor.unsqueeze(-1)
+        if self._scale is not None:
+            factor = factor * self._scale[part]
+        self.hidden[part] = factor * _product(slope, head)
+        _add_product(self.head, slope.T, (factor * hidden[part]).to(head.dtype))
+
+
+@fused
+def _logprob_entropy_slope(
+    logits: Tensor, tokens: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_logprob_and_entropy`, and `_slope` without a gradient of the entropy."""
+    none = logits[:, :1]
+    return *_logprob_and_entropy(logits, tokens), _slope(logits, tokens, none, None, none, dtype)
 
 
 @fused
@@ -146,3 +189,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += _product(a, b)

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from ..model.families import Family, family_of
 from ..model.target_weights import DecoderLayer
 from .fused import fused
-from .logprobs import token_logprobs
+from .logprobs import LossGradient, token_logprobs
 from .packing import packed_positions
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def packed_logprobs(
     checkpointing: bool = False,
     entropy_grad: bool = False,
     dtype: torch.dtype | None = None,
+    loss_gradient: LossGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the response tokens of a packed row, and the entropy at them.
 
@@ -93,6 +94,7 @@ def packed_logprobs(
         entropy_grad: whether the entropy has a gradient.
         dtype: of the pass; None = the parameters'. Other parameters are copied to it, a layer at a
             time, and their gradients are added to their `grad` in their own dtype.
+        loss_gradient: see `token_logprobs`.
 
     Returns:
         float32 [M] each.
@@ -103,7 +105,8 @@ def packed_logprobs(
     outer = _outer_weights(model, dtype)
     hidden = _hidden(model, outer, batch.input_ids, batch.documents, checkpointing)
     hidden = hidden[batch.rows]  # [M, H]
-    return token_logprobs(hidden, outer.head, batch.tokens, batch.temperature, entropy_grad)
+    head, tokens, temperature = outer.head, batch.tokens, batch.temperature
+    return token_logprobs(hidden, head, tokens, temperature, entropy_grad, loss_gradient)
 
 
 class _OuterWeights(NamedTuple):

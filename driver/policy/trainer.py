@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -200,10 +201,14 @@ class PolicyTrainer:
         """
         seen, shares = [], []
         for batch in batches:
+            of_tokens, old = advantages[batch.owner], batch.old_logprobs  # [M]
+            known = old is None and self.skips_idle  # the gradient by the log-probs
             logprobs, entropy = self.weights.logprobs(
-                batch, self.cfg.checkpointing, self.cfg.entropy_coef > 0
+                batch,
+                self.cfg.checkpointing,
+                self.cfg.entropy_coef > 0,
+                partial(_loss_gradient, of_tokens, batch.rollout_logprobs) if known else None,
             )
-            old = batch.old_logprobs
             if old is None:
                 old = logprobs.detach()
                 batch = replace(batch, old_logprobs=old, entropy=entropy.detach())
@@ -211,7 +216,7 @@ class PolicyTrainer:
                 logprobs,
                 old,
                 batch.rollout_logprobs,
-                advantages[batch.owner],  # [M]
+                of_tokens,
                 torch.ones_like(batch.tokens, dtype=torch.bool),  # [M]
                 clip_low=self.cfg.clip_low,
                 clip_high=self.clip_high,
@@ -360,6 +365,11 @@ class PolicyTrainer:
 
     def _optimizer_step(self, lr: float) -> Tensor:
         return self.weights.step(self.optimizer, self.cfg.max_grad_norm, lr)
+
+
+def _loss_gradient(advantages: Tensor, rollout: Tensor, logprobs: Tensor, part: slice) -> Tensor:
+    """Of `grpo.policy_loss` by log-probs [m] that are the old ones, so that the ratio is 1."""
+    return -advantages[part] * (logprobs - rollout[part]).exp().clamp_max(IS_CAP)
 
 
 def has_own_old_logprobs(cfg: GrpoConfig) -> bool:

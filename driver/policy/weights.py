@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..common.world import World
 from .host_moments import MOMENTS, HostMoments, local
+from .logprobs import LossGradient
 from .micro_batch import MicroBatch
 from .packed_forward import packed_layer, packed_logprobs
 
@@ -105,10 +106,14 @@ class PolicyWeights:
         self._forward = model.packed_logprobs
 
     def logprobs(
-        self, batch: MicroBatch, checkpointing: bool = False, entropy_grad: bool = False
+        self,
+        batch: MicroBatch,
+        checkpointing: bool = False,
+        entropy_grad: bool = False,
+        loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`packed_logprobs` of the model; on several ranks it and its backward are collective."""
-        return self._forward(batch, checkpointing, entropy_grad, self.dtype)
+        return self._forward(batch, checkpointing, entropy_grad, self.dtype, loss_gradient)
 
     def together(self) -> AbstractContextManager[None]:
         """A block of collective calls; a lost rank is named in the error."""

@@ -59,9 +59,9 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch, rows):
 
 
 @pytest.mark.parametrize("device", kit.DEVICES)
-@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("gradients", ["of logprobs", "of both", "in one pass"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_logprobs_and_gradients_are_those_of_float64(monkeypatch, dtype, entropy_grad, device):
+def test_logprobs_and_gradients_are_those_of_float64(monkeypatch, dtype, gradients, device):
     """Against autograd, in chunks, on rows that are sure, unsure, and rule a token out.
 
     Half precision rounds no logit of a card, and a gradient once; its logits on the CPU it rounds.
@@ -74,6 +74,12 @@ def test_logprobs_and_gradients_are_those_of_float64(monkeypatch, dtype, entropy
     tokens[:3] = (hidden[:3] @ head.T).argmax(-1)
     temperature = torch.rand(37, generator=draw) + 0.5
     weight, entropy_weight = torch.randn(2, 37, generator=draw)
+    entropy_grad = gradients == "of both"
+
+    def known(logprobs, part):
+        return weight.to(logprobs)[part]
+
+    more = entropy_grad, known if gradients == "in one pass" else None
 
     def results(dtype, logprobs_of):
         x, w = (t.detach().to(device, dtype).requires_grad_() for t in (hidden, head))
@@ -89,14 +95,14 @@ def test_logprobs_and_gradients_are_those_of_float64(monkeypatch, dtype, entropy
         return logp.gather(-1, tokens[:, None])[:, 0], entropy
 
     monkeypatch.setattr(chunks, "CHUNK_LOGITS", 10 * 501)
-    got = results(dtype, lambda *a: token_logprobs(*a, entropy_grad))
+    got = results(dtype, lambda *a: token_logprobs(*a, *more))
     wanted = results(torch.float64, reference)
     for one, other, rounded in zip(got, wanted, (False, False, True, True), strict=True):
         tolerance = kit.TOLERANCE.get(dtype, 1e-7)  # the temperature is float32
         if dtype == torch.bfloat16 and device != "cpu" and not rounded:
             tolerance = kit.TOLERANCE[torch.float32]
         assert (one - other).norm() <= tolerance * other.norm()
-    again = results(dtype, lambda *a: token_logprobs(*a, entropy_grad))
+    again = results(dtype, lambda *a: token_logprobs(*a, *more))
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
