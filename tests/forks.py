@@ -23,8 +23,8 @@ import torch.distributed as dist
 GRACE_S = (2, 30)  # for a rank to stop after SIGTERM, and after a second one, which ends a sleep
 
 # A CUDA build of torch crashes in a fork of a process that has imported it.
-_context = multiprocessing.get_context("forkserver" if torch.version.cuda is None else "spawn")
-_context.set_forkserver_preload(["driver.train", "driver.records.plots", __name__])
+context = multiprocessing.get_context("forkserver" if torch.version.cuda is None else "spawn")
+context.set_forkserver_preload(["driver.train", "driver.records.plots", __name__])
 
 
 def run_ranks(
@@ -59,7 +59,7 @@ def run_ranks(
     running = {}
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        process = _context.Process(target=_rank, args=(script, list(argv), log, common | own))
+        process = context.Process(target=_rank, args=(script, list(argv), log, common | own))
         process.start()
         running[process.sentinel] = process
     code = 0

@@ -7,7 +7,6 @@ on a GPU, its own classes are tested too.
 
 import asyncio
 import importlib.util
-import multiprocessing
 from multiprocessing.connection import Client, Listener
 
 import pytest
@@ -17,7 +16,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from driver.adapters.buckets import collect, transfer
 from driver.common.errors import UserError
 from driver.session import Session
-from tests import kit
+from tests import forks, kit
 from tests.driver.hugging_face import random_model
 from tests.driver.rollout.test_engine import same
 from tests.driver.session.test_session import WAIT_S, jobs
@@ -134,9 +133,7 @@ def receive(wire, device, folder, seed, names=None):
     listener = None if wire == "verl" else Listener(address)
     if wire == "verl":
         address = f"ipc://{address}"
-    process = multiprocessing.get_context("spawn").Process(
-        target=send, args=(wire, address, seed, names), daemon=True
-    )
+    process = forks.context.Process(target=send, args=(wire, address, seed, names), daemon=True)
     process.start()
     if listener is None:
         receiver = transfer().BucketedWeightReceiver(address, torch.device(device), False)

@@ -308,6 +308,12 @@ collector.Collector.{where} = dying
 """
 
 
+STEPS_SLEEP = """  # an idle rank would compute for run.timeout_s
+from driver.drafter.trainer import SpotTrainer
+SpotTrainer.attempt = lambda self: time.sleep(0.05) is None
+"""
+
+
 @pytest.mark.parametrize(
     ("start", "where", "how", "phase"),
     [
@@ -317,7 +323,7 @@ collector.Collector.{where} = dying
     ],
 )
 def test_a_lost_rank_is_named_with_its_phase(tmp_path, start, where, how, phase):
-    script = DIES.format(where=where, how=how, drawn=3)
+    script = STEPS_SLEEP + DIES.format(where=where, how=how, drawn=3)
     words = ["run.timeout_s=15", "run.checkpoint_every=1"]
     code, log = start(tmp_path, 2, *words, script=script)
     assert code != 0
