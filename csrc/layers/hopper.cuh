@@ -12,6 +12,8 @@ namespace tlt {
 // The products and the epilogue of one warpgroup.
 template <typename T, typename Of>
 class Multiplier {
+  using Sums = float (&)[Of::kColumns / 8][4];
+
  public:
   __device__ Multiplier(const LinearKernelParams& params, const Grid& grid, const Work& work,
                         char* ring, Barriers* barriers)
@@ -22,7 +24,8 @@ class Multiplier {
         ring_(ring),
         lane_(threadIdx.x % kWarpSize),
         group_(threadIdx.x / kGroup),
-        multiplies_(group_ * 64 < grid.tile_rows),
+        across_(Of::kAcross == 1 ? 0 : group_ * 64),
+        along_(Of::kAlong == 1 ? 0 : group_ / Of::kAcross * Of::kColumns),
         stages_(shared_address(ring)),
         full_(shared_address(barriers->full)),
         empty_(shared_address(barriers->empty)) {
@@ -32,64 +35,50 @@ class Multiplier {
   }
 
   // Sums the next tile.
-  __device__ __forceinline__ void sum_tile(float (&total)[Of::kRows / 8][4], float* turn) {
-    for_each_sum<Of::kRows>([&](int j, int c) { total[j][c] = -0.0f; });  // -0 + x is x
-    if constexpr (Of::kTurns) {
-      float acc[Of::kBuffers][Of::kRows / 8][4];
+  __device__ __forceinline__ void sum_tile(Sums total, float* turn) {
+    float acc[3][Of::kColumns / 8][4];
+    clear(total);
 #pragma unroll 1
-      for (int first = 0; first < work_.parts; first += 4) {
-        sum_four(acc, first);
-        if constexpr (Of::kSaves) {
-          if (first + 4 < work_.parts) save(acc[0], turn);
-        } else {
-          add(total, acc[0]);
-        }
-      }
-      if constexpr (Of::kSaves) add_saved(total, acc[0], turn);
-    } else {
-      float acc[Of::kHeld][Of::kRows / 8][4];
-#pragma unroll 1
-      for (int first = 0; first < work_.parts; first += Of::kHeld) {
-        sum_held(acc, first);
+    for (int first = 0; first < work_.parts; first += 4) {
+      sum_parts(acc, first, min(first + 4, work_.parts));
+      if constexpr (Of::kSaves) {
+        if (first + 4 < work_.parts) save(acc[0], turn);
+      } else {
         add(total, acc[0]);
       }
     }
+    if constexpr (Of::kSaves) add_saved(total, acc[0], turn);
   }
 
   // For a cluster that shares the parts: sums this block's parts, a subtree, and stores the sum in
   // the memory of the ring.
-  __device__ __forceinline__ void sum_parts() {
-    float acc[Of::kBuffers][Of::kRows / 8][4];
-    if (Of::kTurns && work_.each == 4) {
-      sum_four(acc, work_.begin);
-    } else {
-      sum_held(acc, work_.begin);
-    }
+  __device__ __forceinline__ void sum_share() {
+    float acc[3][Of::kColumns / 8][4];
+    sum_parts(acc, work_.begin, work_.end);
     sync_threads<1, Of::kGroups * kGroup>();  // the ring is read
-    float* sums = reinterpret_cast<float*>(ring_) + group_ * 64;
+    float* sums = reinterpret_cast<float*>(ring_) + along_ * Of::kWeightRows + across_;
     const int first = first_place<Of::kWeightRows>(threadIdx.x % kGroup);
-    for_each_sum<Of::kRows>(
+    for_each_sum<Of::kColumns>(
         [&](int j, int c) { sums[place<Of::kWeightRows>(first, j, c)] = acc[0][j][c]; });
   }
 
-  // Whether outputs are whole chunks of 8, and a residual fits where they are transposed.
+  // Whether outputs are whole chunks of 8.
   __device__ __forceinline__ bool packs() const {
-    return params_.out_aligned && (Of::kAddsPacked || !p_.residual) && p_.out_dtype == p_.dtype &&
-           p_.out_dim % 8 == 0;
+    return params_.out_aligned && p_.out_dtype == p_.dtype && p_.out_dim % 8 == 0;
   }
 
   // Prefetches the residual of a tile with packed outputs, into the memory where they are
   // transposed.
   __device__ __forceinline__ void load_residual(int tile, float* turn) const {
-    if (!Of::kAddsPacked || !p_.residual || !packs()) return;
-    if (tile != work_.tile) sync_group();  // the previous tile has been read
-    const int thread = threadIdx.x % kGroup, chunk = thread % 8, col = group_ * 64 + chunk * 8;
+    if (!p_.residual || !packs()) return;
+    sync_group();  // what was there has been read
+    const int thread = threadIdx.x % kGroup, chunk = thread % 8, col = across_ + chunk * 8;
     const int64_t w_row = first_w_row(grid_, tile);
     const bool has_col = col < grid_.tile_rows && w_row + col < p_.out_dim;
     const uint32_t base = shared_address(turn + group_ * Of::kTurn);
-    int64_t x_row = first_x_row(grid_, tile, Of::kRows) + thread / 8;
+    int64_t x_row = first_x_row(grid_, tile, Of::kRows) + along_ + thread / 8;
 #pragma unroll
-    for (int row = thread / 8, i = 0; i < Of::kTurned / 16; ++i, row += 16, x_row += 16) {
+    for (int row = thread / 8, i = 0; i < Of::kColumns / 16; ++i, row += 16, x_row += 16) {
       const T* from = static_cast<const T*>(p_.residual) + x_row * p_.residual_stride + w_row + col;
       copy_async_16(turned_place(base, row, chunk), from, has_col && x_row < p_.rows);
     }
@@ -98,81 +87,70 @@ class Multiplier {
 
   // Stores a tile whose outputs are packed before they are transposed: each word holds two rows of
   // x, and each instruction stores four 8x8 matrices.
-  __device__ __forceinline__ void store_packed(float (&total)[Of::kRows / 8][4], int tile,
-                                               float* turn) {
-    constexpr int kTurned = Of::kTurned;
+  __device__ __forceinline__ void store_packed(Sums total, int tile, float* turn) {
     int thread = threadIdx.x % kGroup;
     asm volatile("" : "+r"(thread));  // recomputes values here instead of keeping registers
     const int log = params_.silu_mul ? 2 : 3, chunk = thread & ((1 << log) - 1);
-    const int col = group_ * 64 + (chunk << (6 - log)), warp = thread / kWarpSize;
+    const int col = across_ + (chunk << (6 - log)), warp = thread / kWarpSize;
     const int64_t w_row = first_w_row(grid_, tile);
     const bool has_col = col < grid_.tile_rows && w_row + col < p_.out_dim;
-    const int x_row = first_x_row(grid_, tile, Of::kRows);
-    const int rows = min(static_cast<int>(p_.rows) - x_row, Of::kRows);
-    T* out =
-        static_cast<T*>(p_.out) + x_row * p_.out_stride + out_col(w_row + group_ * 64) + chunk * 8;
+    const int x_row = first_x_row(grid_, tile, Of::kRows) + along_;
+    const int rows = min(static_cast<int>(p_.rows) - x_row, Of::kColumns);
+    T* out = static_cast<T*>(p_.out) + x_row * p_.out_stride + out_col(w_row + across_) + chunk * 8;
     const uint32_t base = shared_address(turn + group_ * Of::kTurn);
-    const float2 bias = load_bias(w_row + group_ * 64, thread);
+    const float2 bias = load_bias(w_row + across_, thread);
     const auto word = [&](int j, int half, uint32_t residual = 0) {
       return packed(total[j], half, bias, residual);
     };
     const auto place = [&](int row, int at) { return turned_place(base, row, at); };
     const int matrix = thread % kWarpSize / 8, matrix_row = thread % 8;
+    if (p_.residual) wait_copies<0>();
+    sync_group();  // what was there has been read; the residual is complete
+    if (params_.silu_mul) {
 #pragma unroll
-    for (int first = 0; first < Of::kRows; first += kTurned) {
-      if (first >= rows) break;
-      if (Of::kAddsPacked && p_.residual) wait_copies<0>();
-      sync_group();  // the previous rows have been read; the residual is complete
-      if (params_.silu_mul) {
-#pragma unroll
-        for (int j = 0; j < kTurned / 8; j += 2) {
-          const int k = first / 8 + j;
-          store_matrices_transposed(place((j + matrix % 2) * 8 + matrix_row, warp),
-                                    silu_mul_word<T>(word(k, 0), word(k, 1)),
-                                    silu_mul_word<T>(word(k + 1, 0), word(k + 1, 1)));
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < kTurned / 8; j += 2) {
-          const int k = first / 8 + j;
-          const uint32_t at = place((j + matrix / 2) * 8 + matrix_row, warp * 2 + matrix % 2);
-          uint32_t more[4] = {};  // the residual, at the same address
-          if (Of::kAddsPacked && p_.residual) load_matrices_transposed(more, at);
-          store_matrices_transposed(at, word(k, 0, more[0]), word(k, 1, more[1]),
-                                    word(k + 1, 0, more[2]), word(k + 1, 1, more[3]));
-        }
+      for (int j = 0; j < Of::kColumns / 8; j += 2) {
+        store_matrices_transposed(place((j + matrix % 2) * 8 + matrix_row, warp),
+                                  silu_mul_word<T>(word(j, 0), word(j, 1)),
+                                  silu_mul_word<T>(word(j + 1, 0), word(j + 1, 1)));
       }
-      sync_group();
-      if (has_col) {
-#pragma unroll 4
-        for (int row = thread >> log; row < min(rows - first, kTurned); row += kGroup >> log) {
-          *reinterpret_cast<uint4*>(out + (first + row) * p_.out_stride) =
-              load_shared(place(row, chunk));
-        }
+    } else {
+#pragma unroll
+      for (int j = 0; j < Of::kColumns / 8; j += 2) {
+        const uint32_t at = place((j + matrix / 2) * 8 + matrix_row, warp * 2 + matrix % 2);
+        uint32_t more[4] = {};  // the residual, at the same address
+        if (p_.residual) load_matrices_transposed(more, at);
+        store_matrices_transposed(at, word(j, 0, more[0]), word(j, 1, more[1]),
+                                  word(j + 1, 0, more[2]), word(j + 1, 1, more[3]));
       }
-      __syncwarp();
     }
+    sync_group();
+    if (has_col) {
+#pragma unroll 4
+      for (int row = thread >> log; row < rows; row += kGroup >> log) {
+        *reinterpret_cast<uint4*>(out + row * p_.out_stride) = load_shared(place(row, chunk));
+      }
+    }
+    __syncwarp();
   }
 
   // Stores a tile's sums, transposed through shared memory kTurnRows rows at a time.
-  __device__ __forceinline__ void store_tile(const float (&total)[Of::kRows / 8][4], int tile,
-                                             float* turn) {
+  __device__ __forceinline__ void store_tile(Sums total, int tile, float* turn) {
     int thread = threadIdx.x % kGroup;
     asm volatile("" : "+r"(thread));  // recomputes values here instead of keeping registers
     const int log = params_.silu_mul ? 2 : 3, columns = 1 << log;  // threads of a row
-    const int turn_col = (thread & (columns - 1)) << (6 - log), col = group_ * 64 + turn_col;
+    const int turn_col = (thread & (columns - 1)) << (6 - log), col = across_ + turn_col;
     const int64_t w_row = first_w_row(grid_, tile);
     const bool has_col = col < grid_.tile_rows && w_row + col < p_.out_dim;
     turn += group_ * Of::kTurn;
     const int first = first_place<64>(thread);
-    int x_row = first_x_row(grid_, tile, Of::kRows);
+    int x_row = first_x_row(grid_, tile, Of::kRows) + along_;
 #pragma unroll 1
-    for (int part = 0; part < Of::kRows / Of::kTurnRows; ++part, x_row += Of::kTurnRows) {
+    for (int part = 0; part < Of::kColumns / Of::kTurnRows; ++part, x_row += Of::kTurnRows) {
       if (x_row >= p_.rows) break;
       const int end = min(x_row + Of::kTurnRows, static_cast<int>(p_.rows));
       sync_group();  // the previous rows have been read
 #pragma unroll
-      for (int i = 0; i < Of::kRows / Of::kTurnRows; ++i) {
+      for (int i = 0; i < Of::kColumns / Of::kTurnRows; ++i) {
         if (i != part) continue;
         for_each_sum<Of::kTurnRows>([&](int j, int c) {
           turn[place<64>(first, j, c)] = total[i * Of::kTurnRows / 8 + j][c];
@@ -195,7 +173,7 @@ class Multiplier {
 
   // Adds the sums of all blocks of a cluster for its share of the rows.
   template <typename Cluster>
-  __device__ __forceinline__ void store_parts(const Cluster& cluster) {
+  __device__ __forceinline__ void store_share(const Cluster& cluster) {
     float* sums = reinterpret_cast<float*>(ring_);
     const int rank = work_.begin / work_.each;
     const int width = params_.silu_mul ? 16 : 8, columns = Of::kWeightRows / width;
@@ -258,7 +236,7 @@ class Multiplier {
       low += half == 0 ? bias.x : bias.y;
       high += half == 0 ? bias.x : bias.y;
     }
-    if (Of::kAddsPacked && p_.residual) {
+    if (p_.residual) {
       const float2 more = unpack<T>(residual);
       low += more.x;
       high += more.y;
@@ -283,36 +261,44 @@ class Multiplier {
     return (first ^ c / 2 * 8) + (j * 8 + c % 2) * kCols;
   }
 
-  using Sums = float (&)[Of::kRows / 8][4];
-
   __device__ __forceinline__ void add(Sums sum, Sums other) const {
-    for_each_sum<Of::kRows>([&](int j, int c) { sum[j][c] += other[j][c]; });
+    for_each_sum<Of::kColumns>([&](int j, int c) { sum[j][c] += other[j][c]; });
   }
 
-  // Sums parts `first` to `first` + 4 of the next tile in acc[0], as a binary tree. The first two
-  // are added while the third is multiplied.
-  __device__ __forceinline__ void sum_four(float (&acc)[Of::kBuffers][Of::kRows / 8][4],
-                                           int first) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Sums part = acc[i == 3 ? 1 : i];
-      multiply<false>(part);
-      if (i == 2) {  // the previous parts are complete
-        settle(acc[0]);
-        settle(acc[1]);
-        add(acc[0], acc[1]);
-      }
+  __device__ __forceinline__ void clear(Sums sum) const {  // -0 + x is x
+    for_each_sum<Of::kColumns>([&](int j, int c) { sum[j][c] = -0.0f; });
+  }
+
+  // Sums parts [first, end), at most four, of the next tile in acc[0], as a binary tree. Two parts
+  // are multiplied side by side, so that memory is read in pieces of 256 bytes.
+  __device__ __forceinline__ void sum_parts(float (&acc)[3][Of::kColumns / 8][4], int first,
+                                            int end) {
+    clear(acc[0]);
 #pragma unroll 1
-      for (int block = first + i + work_.parts; block < work_.num_blocks; block += work_.parts) {
-        multiply(part);
+    for (; first < end; first += 2) {
+      int block = first + work_.parts;
+      multiply<false>(acc[1]);
+      if (first + 1 < end) {
+        multiply<false>(acc[2]);
+#pragma unroll 1
+        for (; block + 1 < work_.num_blocks; block += work_.parts) {
+          multiply(acc[1]);
+          multiply(acc[2]);
+        }
+        if (block < work_.num_blocks) multiply(acc[1]);
+        group_wait_for_all_but<0>();
+        settle(acc[1]);
+        settle(acc[2]);
+        add(acc[1], acc[2]);
+      } else {
+#pragma unroll 1
+        for (; block < work_.num_blocks; block += work_.parts) multiply(acc[1]);
+        group_wait_for_all_but<0>();
+        settle(acc[1]);
       }
+      release();
+      add(acc[0], acc[1]);
     }
-    group_wait_for_all_but<0>();
-    settle(acc[2]);
-    settle(acc[1]);
-    add(acc[2], acc[1]);
-    add(acc[0], acc[2]);
-    release();
   }
 
   // Keeps the sum of the first four parts in the memory where a tile is transposed later, because
@@ -321,7 +307,7 @@ class Multiplier {
     sync_group();  // the previous tile has been read
     float4* to = saved(turn);
 #pragma unroll
-    for (int j = 0; j < Of::kRows / 8; ++j) {
+    for (int j = 0; j < Of::kColumns / 8; ++j) {
       to[j * kGroup] = make_float4(sum[j][0], sum[j][1], sum[j][2], sum[j][3]);
     }
   }
@@ -330,7 +316,7 @@ class Multiplier {
     const float4* from = saved(turn);
     const bool has_saved = work_.parts > 4;
 #pragma unroll
-    for (int j = 0; j < Of::kRows / 8; ++j) {
+    for (int j = 0; j < Of::kColumns / 8; ++j) {
       const float4 v = has_saved ? from[j * kGroup] : make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
       total[j][0] = v.x + sum[j][0];
       total[j][1] = v.y + sum[j][1];
@@ -343,59 +329,29 @@ class Multiplier {
     return reinterpret_cast<float4*>(turn + group_ * Of::kTurn) + threadIdx.x % kGroup;
   }
 
-  // Sums this block's share of parts `first` to `first` + kHeld of the next tile in acc[0], as a
-  // binary tree.
-  __device__ __forceinline__ void sum_held(float (&acc)[Of::kBuffers][Of::kRows / 8][4],
-                                           int first) {
-#pragma unroll
-    for (int i = 0; i < Of::kHeld; ++i) {
-      for_each_sum<Of::kRows>([&](int j, int c) { acc[i][j][c] = 0.0f; });
-    }
-#pragma unroll 1
-    for (int block = first; block < work_.num_blocks; block += work_.parts) {
-#pragma unroll
-      for (int i = 0; i < Of::kHeld; ++i) {
-        if (first + i < work_.end && block + i < work_.num_blocks) multiply(acc[i]);
-      }
-    }
-    group_wait_for_all_but<0>();
-#pragma unroll
-    for (int i = 0; i < Of::kHeld; ++i) settle(acc[i]);
-    release();
-#pragma unroll
-    for (int apart = 1; apart < Of::kHeld; apart *= 2) {
-      if (apart >= work_.each) break;
-#pragma unroll
-      for (int i = 0; i < Of::kHeld; i += 2 * apart) add(acc[i], acc[i + apart]);
-    }
-  }
-
   // Completed sums may be read from here on.
-  __device__ __forceinline__ void settle(float (&acc)[Of::kRows / 8][4]) {
-    for_each_sum<Of::kRows>([&](int j, int c) { asm volatile("" : "+f"(acc[j][c])::"memory"); });
+  __device__ __forceinline__ void settle(float (&acc)[Of::kColumns / 8][4]) {
+    for_each_sum<Of::kColumns>([&](int j, int c) { asm volatile("" : "+f"(acc[j][c])::"memory"); });
   }
 
   // Multiplies the next block of K; without kAdd it starts new sums.
   template <bool kAdd = true>
-  __device__ __forceinline__ void multiply(float (&acc)[Of::kRows / 8][4]) {
+  __device__ __forceinline__ void multiply(float (&acc)[Of::kColumns / 8][4]) {
     wait_barrier(full_ + at_.stage * 8, at_.parity);
     if constexpr (!kAdd) {
-      for_each_sum<Of::kRows>([&](int j, int c) { asm volatile("" : "=f"(acc[j][c])); });
+      for_each_sum<Of::kColumns>([&](int j, int c) { asm volatile("" : "=f"(acc[j][c])); });
     }
-    const bool multiplies = Of::kTurns || multiplies_;  // rows past the tile's end are not stored
-    if (multiplies) {
-      group_fence();
+    group_fence();
 #pragma unroll
-      for (int k = 0; k < kBlockK / 16; ++k) {
-        kAdd || k > 0 ? multiply_64<T>(acc, w_.at(k * 32), x_.at(k * 32))
-                      : multiply_64<T, false>(acc, w_.at(k * 32), x_.at(k * 32));
-      }
-      group_commit();
+    for (int k = 0; k < kBlockK / 16; ++k) {
+      kAdd || k > 0 ? multiply_64<T>(acc, w_.at(k * 32), x_.at(k * 32))
+                    : multiply_64<T, false>(acc, w_.at(k * 32), x_.at(k * 32));
     }
+    group_commit();
     const int stage = at_.stage;
     at_.advance(grid_.stages);
     describe();
-    if (multiplies) group_wait_for_all_but<1>();
+    group_wait_for_all_but<1>();
     release();
     last_ = stage;
   }
@@ -403,8 +359,8 @@ class Multiplier {
   // Waits for the next block's operands, in all lanes, while products are in flight.
   __device__ __forceinline__ void describe() {
     const uint32_t stage = stages_ + at_.stage * grid_.stage_bytes;
-    w_ = SharedMatrix(stage + group_ * 64 * kLineBytes);
-    const uint32_t x = grid_.tile_rows * kLineBytes;
+    w_ = SharedMatrix(stage + across_ * kLineBytes);
+    const uint32_t x = (grid_.tile_rows + along_) * kLineBytes;
     x_ = Of::kGroups == 1 ? w_.after(x) : SharedMatrix(stage + x);
   }
 
@@ -425,7 +381,7 @@ class Multiplier {
   const Work& work_;
   char* ring_;
   const int lane_, group_;
-  const bool multiplies_;
+  const int across_, along_;  // first weight row, and row of x, of the warpgroup's share of a tile
   uint32_t stages_, full_, empty_;
   SharedMatrix w_, x_;
   RingPosition at_;

@@ -2,21 +2,20 @@
 // bfloat16 on sm_90a, with the bits of the decode kernel (order of the sum: linear.cuh), by tensor
 // copies and wgmma.
 //
-// A tile is up to 128 weight rows (operand A, 64 to a warpgroup) x 16 to 128 rows of x
-// (operand B). Two warps of one more warpgroup keep a ring of blocks of 64 elements of k filled:
-// one with weights, which it loads before the prior kernels end, one with x. Several parts of K are
-// summed at once, so that 256 or more consecutive bytes of a row are requested together, which
-// memory serves faster. With many rows, parts are multiplied one after the other. A block loads its
-// next tile while the last one is stored. For silu_mul a tensor copy interleaves 8 rows of gate and
-// 8 of up in a tile.
+// A tile is 64 or 128 weight rows (operand A, 64 to a warpgroup) x 64 to 160 rows of x (operand B).
+// Two warps of one more warpgroup keep a ring of blocks of 64 elements of k filled: one with
+// weights, which it loads before the prior kernels end, one with x. Two parts of K are multiplied
+// side by side, so that 256 consecutive bytes of a row are requested together, which memory serves
+// faster. A block loads its next tile while the last one is stored. For silu_mul a tensor copy
+// interleaves 8 rows of gate and 8 of up in a tile.
 //
-// With few tiles of long rows a cluster shares the parts of K: a block sums a subtree of them, and
-// the blocks' sums are added through distributed shared memory. `consider` chooses the shape and
-// grid of a call.
+// Tiles come in rounds of resident blocks. Where the last round has too few of them, a cluster
+// shares the parts of K of each: a block sums a subtree of them, and the blocks' sums are added
+// through distributed shared memory. `consider` chooses the tile and grid of a call.
 #include <cooperative_groups.h>
 
 #include <algorithm>
-#include <type_traits>
+#include <optional>
 
 #include "layers/hopper.cuh"
 
@@ -55,7 +54,7 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
 
   if (warp >= kLoader) {
     give_registers<Of::kLoadRegisters>();
-    const Work work(p, grid);
+    Work work(p, grid);
     if (warp == kLoader && lane == 0) {
       load_operand<Of, true>(work, grid, params.silu_mul, &w_map, nullptr, ring, &barriers);
     }
@@ -63,30 +62,30 @@ __global__ void __launch_bounds__(Of::kThreads, Of::kPerSm)
       load_operand<Of, false>(work, grid, false, &x_map, &last_map, ring, &barriers);
     }
     __syncwarp();
-    if (grid.split > 1) cluster.sync();
+    if (work.share(grid)) cluster.sync();
   } else {
     take_registers<Of::kRegisters>();
-    const Work work(p, grid);
+    Work work(p, grid);
     float* turn = reinterpret_cast<float*>(ring + Of::kRingBytes);
     Multiplier<T, Of> multiplier(params, grid, work, ring, &barriers);
-    if (grid.split > 1) {
-      multiplier.sum_parts();
+#pragma unroll 1
+    for (int tile = work.tile; tile < grid.whole; tile += work.step) {
+      float total[Of::kColumns / 8][4];
+      wait_for_prior_grid();
+      if (!Of::kSaves) multiplier.load_residual(tile, turn);
+      multiplier.sum_tile(total, turn);
+      if (Of::kSaves) multiplier.load_residual(tile, turn);
+      if (multiplier.packs()) {
+        multiplier.store_packed(total, tile, turn);
+      } else {
+        multiplier.store_tile(total, tile, turn);
+      }
+    }
+    if (work.share(grid)) {
+      multiplier.sum_share();
       wait_for_prior_grid();
       cluster.sync();
-      multiplier.store_parts(cluster);
-    } else {
-#pragma unroll 1
-      for (int tile = work.tile; tile < grid.tiles; tile += work.step) {
-        float total[Of::kRows / 8][4];
-        wait_for_prior_grid();
-        multiplier.load_residual(tile, turn);
-        multiplier.sum_tile(total, turn);
-        if (multiplier.packs()) {
-          multiplier.store_packed(total, tile, turn);
-        } else {
-          multiplier.store_tile(total, tile, turn);
-        }
-      }
+      multiplier.store_share(cluster);
     }
   }
   if (grid.split > 1) cluster.sync();  // no block exits while its sums are read
@@ -101,7 +100,10 @@ struct Choice {
   void (*launch)(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) = nullptr;
 };
 
-using Large = Tile<2, 128, 2, true>;
+using Small = Tile<1, 1, 64>;
+using Long = Tile<1, 2, 80>;
+using Medium = Tile<2, 1, 96>;
+using Large = Tile<2, 1, 128>;
 
 template <typename T, typename Of>
 void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) {
@@ -122,53 +124,68 @@ void launch(const LinearKernelParams& p, const Grid& grid, cudaStream_t stream) 
                 map_x(grid.last_rows));
 }
 
-// Considers one grid: takes it if its estimate beats the best so far. Tiles come in rounds of
-// resident blocks. A round takes at least the time to read its weights from memory, and for each
-// block of K the maximum of its loads from L2, its products, and what a tile takes at least. The
-// constants are cycles, fitted to the times of 4,179 grids on an H200
-// (profiling/kernels/grids.cu, docs/notes/layers.md).
+// Multiprocessors that clusters of so many blocks use: those of more than two do not use all.
+int64_t usable_sms(const Card& card, int split) {
+  const int64_t sms = split > 2 ? card.num_sms * 15 / 16 : card.num_sms;
+  return std::max<int64_t>(sms - sms % split, split);
+}
+
+// The grid of a tile. Blocks sum whole tiles in rounds, and with split > 1 clusters share the parts
+// of the tiles of the last round. Nothing if these are too many for one round.
+template <typename Of>
+std::optional<Grid> make_grid(const LinearParams& p, const Card& card, int split,
+                              int64_t tile_rows) {
+  const int64_t row_tiles = ceil_div(p.rows, Of::kRows);
+  const int64_t tiles = ceil_div(p.out_dim, tile_rows) * row_tiles;
+  const int64_t slots = usable_sms(card, split) * Of::kPerSm;
+  const int64_t whole = split == 1 ? tiles : tiles / slots * slots;
+  const int64_t blocks = whole + (tiles - whole) * split;
+  if (split > 1 && blocks - whole > slots) return std::nullopt;
+  const int64_t stage_bytes = (tile_rows + Of::kRows) * kLineBytes;
+  const auto as_int = [](int64_t n) { return static_cast<int>(n); };
+  return Grid{as_int(row_tiles),
+              as_int(tiles),
+              as_int(std::min(blocks, slots)),
+              as_int(whole),
+              split,
+              as_int(tile_rows),
+              as_int(p.rows - (row_tiles - 1) * Of::kRows),
+              as_int(std::min<int64_t>(kMaxStages, Of::kRingBytes / stage_bytes)),
+              as_int(stage_bytes)};
+}
+
+// Considers one grid: takes it if its estimate beats the best so far. A round of blocks takes at
+// least the time to read its weights from memory, and for each block of K the maximum of its loads
+// from L2, its products, and what a tile takes at least. The constants are cycles, fitted to the
+// times of grids on an H200 (profiling/kernels/grids.cu, docs/notes/layers.md).
 template <typename T, typename Of>
 void consider_grid(const LinearParams& p, const Card& card, int split, int64_t tile_rows,
                    Choice* best) {
-  constexpr int kL2Bytes = 59, kMemoryBytes = 17;  // per cycle and multiprocessor
-  constexpr int kRowCycles = 27;                   // to store a row of a tile
-  constexpr int kFullCycles = 600;    // the next kernel has no room to start before this one ends
-  constexpr int kSplitCycles = 5600;  // for a cluster to start and to synchronise
-  constexpr int kHalfCycles = 900;    // to add and save half of the parts: an estimate, not fitted
-  const int64_t row_tiles = ceil_div(p.rows, Of::kRows);
-  const int64_t tiles = ceil_div(p.out_dim, tile_rows) * row_tiles;
-  // Clusters of more than two do not use all multiprocessors.
-  const int64_t sms = split > 2 ? card.num_sms * 15 / 16 : card.num_sms;
-  const int64_t slots = std::max<int64_t>(sms - sms % split, split) * Of::kPerSm;
-  const int64_t blocks = tiles * split;
-  if (split > 1 && blocks > slots) return;
-  const int64_t steps = ceil_div(ceil_div(p.in_dim, kBlockK), split);
-  const auto round_cycles = [&](int64_t count) {  // of so many blocks
-    const int64_t beside = ceil_div(count, sms);  // per multiprocessor
-    const int64_t loaded = beside * (tile_rows + Of::kRows) * kLineBytes;
+  constexpr int kL2Bytes = 69, kMemoryBytes = 20;  // per cycle and multiprocessor
+  constexpr int kRowCycles = 10;                   // to store a row of a tile
+  constexpr int kFullCycles = 840;  // the next kernel has no room to start before this one ends
+  constexpr int kSplitCycles = 900, kBlockSplitCycles = 710;  // of a cluster, and of each block
+  const std::optional<Grid> grid = make_grid<Of>(p, card, split, tile_rows);
+  if (!grid) return;
+  const int64_t sms = usable_sms(card, split), slots = sms * Of::kPerSm;
+  const auto round_cycles = [&](int64_t blocks, int of) {  // of so many blocks, 1 / of of K each
+    const int64_t steps = ceil_div(ceil_div(p.in_dim, kBlockK), of);
+    const int64_t beside = ceil_div(blocks, sms);  // per multiprocessor
+    const int64_t loads = beside * grid->stage_bytes / kL2Bytes;
     const int64_t products = beside * ceil_div(tile_rows, 64) * 2 * Of::kRows;
-    const int64_t step_cycles =
-        std::max({loaded / kL2Bytes, products + products / 12, int64_t{Of::kBlockCycles}});
-    const int64_t weights = count * tile_rows * kLineBytes * steps / row_tiles;
-    const int64_t between = Of::kSaves && split == 1 && p.parts == kParts ? kHalfCycles : 0;
-    return std::max(steps * step_cycles + between, weights / (kMemoryBytes * card.num_sms));
+    const int64_t step = std::max({loads, products + products / 12, int64_t{Of::kBlockCycles}});
+    const int64_t weights = blocks * tile_rows * kLineBytes * steps / grid->row_tiles;
+    return std::max(steps * step + Of::kTileCycles, weights / (kMemoryBytes * card.num_sms)) +
+           kRowCycles * Of::kRows;
   };
-  const int64_t full_rounds = (blocks - 1) / slots, end = kRowCycles * Of::kRows;
-  const int64_t cycles = full_rounds * (round_cycles(slots) + end) +
-                         round_cycles(blocks - full_rounds * slots) + end +
-                         (Of::kPerSm == 1 ? kFullCycles : 0) + (split > 1 ? kSplitCycles : 0);
-  if (cycles >= best->cycles) return;
-  const int stage_bytes = static_cast<int>(tile_rows + Of::kRows) * kLineBytes;
-  best->cycles = cycles;
-  best->grid = {static_cast<int>(row_tiles),
-                static_cast<int>(tiles),
-                static_cast<int>(std::min(blocks, slots)),
-                split,
-                static_cast<int>(tile_rows),
-                static_cast<int>(p.rows - (row_tiles - 1) * Of::kRows),
-                std::min(kMaxStages, Of::kRingBytes / stage_bytes),
-                stage_bytes};
-  best->launch = launch<T, Of>;
+  const int64_t rounds = grid->whole / slots, rest = grid->whole % slots;
+  const int64_t shared = grid->tiles - grid->whole;
+  const int64_t cycles =
+      rounds * round_cycles(slots, 1) + (rest > 0 ? round_cycles(rest, 1) : 0) +
+      (shared > 0 ? round_cycles(shared * split, split) + kSplitCycles + split * kBlockSplitCycles
+                  : 0) +
+      (Of::kPerSm == 1 ? kFullCycles : 0);
+  if (cycles < best->cycles) *best = {cycles, *grid, launch<T, Of>};
 }
 
 // Considers the grids of a tile: whole tiles, three quarters or half of their weight rows, and
@@ -177,17 +194,11 @@ template <typename T, typename Of>
 void consider(const LinearKernelParams& params, const Card& card, Choice* best) {
   const LinearParams& p = params.linear;
   const int64_t unit = params.silu_mul ? 16 : 8;  // weight rows
-  // Parts in turns: there must be four or more, each with at least one block of K.
-  if (Of::kTurns && (p.parts < 4 || ceil_div(p.in_dim, kBlockK) < p.parts)) return;
-  // Two blocks of a multiprocessor have half a ring each.
-  constexpr int64_t kFewRows = 32, kFewWeights = 12 << 20;
-  if (Of::kPerSm == 2 && p.rows <= kFewRows && p.in_dim * p.out_dim > kFewWeights) return;
   const int64_t shares = std::max<int64_t>(card.num_sms / ceil_div(p.rows, Of::kRows), 1);
   const int64_t equal = ceil_div(ceil_div(p.out_dim, shares), unit) * unit;
   constexpr int64_t kWhole = Of::kWeightRows;
-  for (const int split : {1, 8, 4, 2}) {
-    if (split > p.parts || (split > 1 && p.parts / split > Of::kMaxSplitParts)) continue;
-    if (Of::kPerSm == 2 && split > 1 && split < 8) continue;  // slower than estimated
+  for (const int split : {1, 2, 4, 8}) {
+    if (split > p.parts) continue;
     for (const int64_t tile_rows : {kWhole, kWhole * 3 / 4, kWhole / 2}) {
       consider_grid<T, Of>(p, card, split, tile_rows, best);
     }
@@ -198,61 +209,25 @@ void consider(const LinearKernelParams& params, const Card& card, Choice* best) 
 template <typename T>
 Choice best_grid(const LinearKernelParams& p, const Card& card) {
   Choice best;
-  if (p.linear.rows <= 16) consider<T, Tile<2, 16, 8>>(p, card, &best);
-  if (p.linear.rows <= 32) consider<T, Tile<2, 32, 8>>(p, card, &best);
-  consider<T, Tile<2, 64, 4>>(p, card, &best);
-  consider<T, Tile<1, 64, 2, true>>(p, card, &best);
-  if (p.linear.rows > 64) consider<T, Large>(p, card, &best);
+  consider<T, Small>(p, card, &best);
+  if (p.linear.rows > Small::kRows) {
+    consider<T, Long>(p, card, &best);
+    consider<T, Medium>(p, card, &best);
+    consider<T, Large>(p, card, &best);
+  }
   return best;
 }
 
-// The linear of weight rows [begin, begin + count), a multiple of 8 from a multiple of 8 on; of
-// gates and ups, in the order of tiles, multiples of 16.
-LinearKernelParams columns_of(const LinearKernelParams& p, int64_t begin, int64_t count) {
-  LinearKernelParams part = p;
-  LinearParams& linear = part.linear;
-  const auto move = [&](auto* array, int64_t elements, DType dtype) {
-    using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(array)>>,
-                                    const char, char>;
-    return array ? static_cast<Byte*>(array) + elements * bytes_of(dtype) : nullptr;
-  };
-  const int64_t first = p.silu_mul ? begin / 2 : begin;
-  linear.weight = move(linear.weight, first * linear.weight_stride, linear.dtype);
-  linear.bias = move(linear.bias, first, linear.dtype);
-  linear.residual = move(linear.residual, first, linear.out_dtype);
-  linear.out = move(linear.out, first, linear.out_dtype);
-  linear.out_dim = count;
-  return part;
-}
-
-// If the last round of large tiles would leave most multiprocessors idle, whole rounds are launched
-// first, and the rest of the weight rows in a grid of its own, where clusters may share the parts.
 template <typename T>
 void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
-  constexpr int kLaunchCycles = 2000;
-  const Choice whole = best_grid<T>(p, card);
-  const int64_t round = std::max<int64_t>(card.num_sms / ceil_div(p.linear.rows, Large::kRows), 1) *
-                        Large::kWeightRows;
-  const int64_t first = p.linear.out_dim / round * round, rest = p.linear.out_dim - first;
-  if (first > 0 && rest > 0 && p.linear.rows > 64) {
-    const LinearKernelParams rounds = columns_of(p, 0, first);
-    const LinearKernelParams others = columns_of(p, first, rest);
-    Choice large;
-    consider<T, Large>(rounds, card, &large);
-    const Choice last = best_grid<T>(others, card);
-    if (large.launch && large.cycles + last.cycles + kLaunchCycles < whole.cycles) {
-      large.launch(rounds, large.grid, stream);
-      last.launch(others, last.grid, stream);
-      return;
-    }
-  }
-  whole.launch(p, whole.grid, stream);
+  const Choice best = best_grid<T>(p, card);
+  best.launch(p, best.grid, stream);
 }
 
 }  // namespace
 
 bool has_hopper_kernel() {
-  const auto* kernel = reinterpret_cast<const void*>(hopper_kernel<__half, Tile<2, 64, 4>>);
+  const auto* kernel = reinterpret_cast<const void*>(hopper_kernel<__half, Small>);
   const int has = recall("linear", kernel, 0, 0, [&](int known) {
     if (known >= 0) return known;
     cudaFuncAttributes code;  // code for other cards is empty, without barriers

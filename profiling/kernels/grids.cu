@@ -4,8 +4,8 @@
 //   nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a --expt-relaxed-constexpr
 //     -DTLT_WITH_CUDA=1 -Icsrc profiling/kernels/grids.cu -o grids && ./grids > grids.txt
 //
-// A line has rows of x, out_dim, in_dim, the tile (warpgroups, rows, parts held), the blocks of a
-// cluster, the weight rows of a tile, and microseconds.
+// A line has rows of x, out_dim, in_dim, the tile (warpgroups across weight rows and along rows of
+// x, rows of x of each), the blocks of a cluster, the weight rows of a tile, and microseconds.
 #include <cstdio>
 #include <cstring>
 
@@ -79,34 +79,22 @@ float best_us(const Call& call, int calls) {
 
 template <typename Of>
 void time_tile(int64_t rows, int64_t out_dim, int64_t in_dim, int calls) {
-  if (Of::kTurns && in_dim / kBlockK < kParts) return;
-  const int64_t row_tiles = ceil_div(rows, Of::kRows);
-  const int64_t shares = std::max<int64_t>(card.num_sms / row_tiles, 1);
+  const int64_t shares = std::max<int64_t>(card.num_sms / ceil_div(rows, Of::kRows), 1);
   const int64_t equal = ceil_div(ceil_div(out_dim, shares), 8) * 8;
+  constexpr int64_t kWhole = Of::kWeightRows;
   for (const int split : {1, 2, 4, 8}) {
-    if (split > 1 && kParts / split > Of::kMaxSplitParts) continue;
-    for (const int64_t tile_rows : {int64_t{8}, int64_t{16}, int64_t{24}, int64_t{32}, int64_t{48},
-                                    int64_t{64}, int64_t{72}, int64_t{96}, int64_t{128}, equal}) {
-      if (tile_rows > Of::kWeightRows) continue;
-      const int64_t tiles = ceil_div(out_dim, tile_rows) * row_tiles;
-      const int64_t sms = split > 2 ? card.num_sms * 15 / 16 : card.num_sms;
-      const int64_t slots = std::max<int64_t>(sms - sms % split, split) * Of::kPerSm;
-      if (split > 1 && tiles * split > slots) continue;
-      if (tiles > 8 * slots && tile_rows < Of::kWeightRows) continue;
-      const int stage_bytes = static_cast<int>(tile_rows + Of::kRows) * kLineBytes;
-      const Grid grid{static_cast<int>(row_tiles),
-                      static_cast<int>(tiles),
-                      static_cast<int>(std::min(tiles * split, slots)),
-                      split,
-                      static_cast<int>(tile_rows),
-                      static_cast<int>(rows - (row_tiles - 1) * Of::kRows),
-                      std::min(kMaxStages, Of::kRingBytes / stage_bytes),
-                      stage_bytes};
+    for (const int64_t tile_rows : {kWhole, kWhole * 3 / 4, kWhole / 2, equal}) {
+      if (tile_rows > kWhole || (tile_rows == equal && split > 1)) continue;
+      const auto grid =
+          make_grid<Of>(params(rows, out_dim, in_dim, 0).linear, card, split, tile_rows);
+      if (!grid) continue;
       const float us = best_us(
-          [&](int i) { launch<__nv_bfloat16, Of>(params(rows, out_dim, in_dim, i), grid, stream); },
+          [&](int i) {
+            launch<__nv_bfloat16, Of>(params(rows, out_dim, in_dim, i), *grid, stream);
+          },
           calls);
-      printf("%ld %ld %ld %d,%d,%d %d %ld %.2f\n", rows, out_dim, in_dim, Of::kGroups, Of::kRows,
-             Of::kHeld, split, tile_rows, us);
+      printf("%ld %ld %ld %d,%d,%d %d %ld %.2f\n", rows, out_dim, in_dim, Of::kAcross, Of::kAlong,
+             Of::kColumns, split, tile_rows, us);
     }
   }
 }
@@ -117,14 +105,14 @@ void time_all() {
                                     {4608, 3584},  {3584, 3584}, {37888, 3584}, {3584, 18944},
                                     {152064, 3584}};
   for (const auto& [out_dim, in_dim] : kShapes) {
-    for (const int64_t rows : {8, 16, 32, 64, 128, 256, 512, 1056}) {
+    for (const int64_t rows : {8, 16, 32, 64, 96, 128, 160, 256, 320, 512, 1056}) {
       if (out_dim > 100000 && rows > 128) continue;
       const int calls = std::clamp<int64_t>((int64_t{1} << 30) / (out_dim * in_dim * 2), 6, 64);
-      if (rows <= 16) time_tile<Tile<2, 16, 8>>(rows, out_dim, in_dim, calls);
-      if (rows <= 32) time_tile<Tile<2, 32, 8>>(rows, out_dim, in_dim, calls);
-      time_tile<Tile<2, 64, 4>>(rows, out_dim, in_dim, calls);
-      time_tile<Tile<1, 64, 2, true>>(rows, out_dim, in_dim, calls);
-      if (rows > 64) time_tile<Tile<2, 128, 2, true>>(rows, out_dim, in_dim, calls);
+      time_tile<Small>(rows, out_dim, in_dim, calls);
+      if (rows <= Small::kRows) continue;
+      time_tile<Long>(rows, out_dim, in_dim, calls);
+      time_tile<Medium>(rows, out_dim, in_dim, calls);
+      time_tile<Large>(rows, out_dim, in_dim, calls);
     }
   }
 }

@@ -8,7 +8,7 @@ from tests import kit, reference
 
 pytestmark = [kit.gpu, kit.needs_gpu]
 
-ROWS = [1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 100, 128, 160, 300, 512]
+ROWS = [1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 65, 97, 128, 160, 161, 300, 512]
 HALVES = [torch.float16, torch.bfloat16]
 SANITIZE = pytest.mark.sanitize
 # Odd N and K, fewer blocks of K than parts, small and wide models, K longer than shared memory. Of
@@ -83,7 +83,7 @@ def test_linear_ops_agree_with_the_cpu(op, dtype, rows):
 @pytest.mark.parametrize(
     ("rows", "n", "k"),
     [(1040, 64, 72), (1040, 64, 1032), (160, 144, 3592)],
-    ids=["two warpgroups", "turns", "clusters"],
+    ids=["fewer blocks of K than parts", "whole tiles", "clusters"],
 )
 def test_wgmma_agrees_with_the_cpu(rows, n, k, op, dtype):
     """More rows than the decode kernel takes, of no whole number of blocks of K."""
@@ -169,6 +169,31 @@ def test_many_rows_of_a_small_model_have_the_bits_of_few(dtype, n, k):
             many[:, n // 2 :] = 0 if name in ("gated", "normed") else float("nan")
             call(slice(rows), many[:rows])
             assert torch.equal(many[:rows], few[:rows]), (name, rows)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_last_tiles_that_clusters_share_have_the_bits_of_few_rows(dtype):
+    """Of every tile: rounds of whole tiles, then tiles whose parts of K a cluster shares."""
+    n, k, most = 17600, 1544, 256
+    x, _, weight, bias = (t.cuda() for t in inputs(most, n, k, dtype))
+    x[3], x[5, 7] = -0.0, float("nan")
+    residual = kit.randn(most, n, seed=4, dtype=dtype).cuda()
+    calls = {
+        "out": lambda at, out: tlt_ext.linear_rows(
+            x[at], weight, out, bias=bias, residual=residual[at]
+        ),
+        "plain": lambda at, out: tlt_ext.linear_rows(x[at], weight, out),
+        "gated": lambda at, out: tlt_ext.linear_silu_mul(x[at], weight, out[:, : n // 2]),
+    }
+    for name, call in calls.items():
+        few, many = torch.zeros_like(residual), torch.zeros_like(residual)
+        for first in range(0, most, 4):
+            call(slice(first, first + 4), few[first : first + 4])
+        for rows in (33, 64, 100, 128, 160, 161, 192, 256):
+            many.zero_()
+            call(slice(rows), many[:rows])
+            assert kit.same_bits(many[:rows], few[:rows]), (name, rows)
+            assert not many[rows:].any(), (name, rows)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
