@@ -112,13 +112,89 @@ class DraftTile {
  public:
   static constexpr int32_t kTile = kWarpSize * kTileIds;  // of a warp
 
+  // Issues loads that depend only on addresses. Ids past the row are not read.
+  __device__ __forceinline__ void fetch(const ExpandTreeParams& p, const RowData<T>& row,
+                                        int32_t first) {
+    const RowData<float> ids(p.d2t, 0, 0, row.vocab_size);
+    raw_ = row.template load<kTileIds>(first);
+    if (p.d2t != nullptr) ids_ = ids.load<kTileIds>(first);
+  }
+
+  // Computes logits / T from what was fetched. Returns status bits.
+  __device__ __forceinline__ int32_t prepare(const ExpandTreeParams& p, const Row<T>& row,
+                                             int32_t first) {
+    int32_t status = kStatusOk;
+    float x[kTileIds];
+    if (row.clean(raw_, x, &largest_)) status |= kStatusNanDraft;
+    largest_ = row.scaled(largest_);
+#pragma unroll
+    for (int i = 0; i < kTileIds; ++i) value_[i] = row.scaled(x[i]);
+    if (p.d2t == nullptr) return status;
+    const uint32_t vocab = num_targets(p);
+    bool bad = false;
+#pragma unroll
+    for (int i = 0; i < kTileIds; ++i) bad |= ids_.word[i] >= vocab;
+    if (!bad) return status;
+    largest_ = kNegInf;
+#pragma unroll
+    for (int i = 0; i < kTileIds; ++i) {
+      if (ids_.word[i] >= vocab) {  // can never be drawn
+        if (first + i < row.vocab_size) status |= kStatusBadToken;
+        value_[i] = kNegInf;
+      }
+      largest_ = fmaxf(largest_, value_[i]);
+    }
+    return status;
+  }
+
+  __device__ float largest() const { return largest_; }
+
+  // Sum of the integer weights floor(2^40 * exp((value - max) * inverse)).
+  __device__ __forceinline__ int64_t weigh(float max, float inverse) const {
+    int64_t sum = 0;
+#pragma unroll
+    for (int i = 0; i < kTileIds; ++i) {
+      const float scaled = mul_rn(add_rn(value_[i], -max), inverse);
+      sum += __float2ll_rz(mul_rn(exp_f32(scaled), 0x1p40f));
+    }
+    return sum;
+  }
+
+ protected:
+  __device__ static uint32_t num_targets(const ExpandTreeParams& p) {
+    return static_cast<uint32_t>(min(p.vocab_size, int64_t{1} << 31));
+  }
+
+  __device__ __forceinline__ void expect(const Draw& draw) {
+    expected_request_low_ = draw.key.request_low;
+    expected_request_high_ = draw.key.request_high;
+    expected_position_ = draw.position;
+  }
+  __device__ __forceinline__ bool expected(const Draw& draw) const {
+    return expected_request_low_ == draw.key.request_low &&
+           expected_request_high_ == draw.key.request_high && expected_position_ == draw.position;
+  }
+
+  Raw<T, kTileIds> raw_;
+  Raw<float, kTileIds> ids_;
+  uint32_t expected_request_low_, expected_request_high_;
+  int32_t expected_position_;
+  bool precomputed_ = false;
+  float value_[kTileIds];
+  float largest_ = kNegInf;  // of the values
+};
+
+// A tile with the noise of all ids, for warps that have it computed before the wait.
+template <typename T, int kTileIds>
+class NoisyTile : public DraftTile<T, kTileIds> {
+ public:
+  __device__ explicit NoisyTile(uint32_t*) {}  // is in registers
+
   // Computes the noise of a tile for the expected draw, before the wait for the previous kernel.
   // The values that it reads may be outdated: `draw` compares them with the current ones.
   __device__ __forceinline__ void precompute(const ExpandTreeParams& p, const Draw& expected,
                                              int32_t first) {
-    expected_request_low_ = expected.key.request_low;
-    expected_request_high_ = expected.key.request_high;
-    expected_position_ = expected.position;
+    this->expect(expected);
     precomputed_ = first + kTileIds <= p.draft_vocab;
     if (!precomputed_) return;
     if (p.d2t != nullptr) {
@@ -130,55 +206,17 @@ class DraftTile {
     make_noise(p, expected, expected_id_, first);
   }
 
-  // Issues loads that depend only on addresses. Ids past the row are not read.
-  __device__ __forceinline__ void fetch(const ExpandTreeParams& p, const RowData<T>& row,
-                                        int32_t first) {
-    const RowData<float> ids(p.d2t, 0, 0, row.vocab_size);
-    first_ = first;
-    raw_ = row.template load<kTileIds>(first);
-    if (p.d2t != nullptr) ids_ = ids.load<kTileIds>(first);
-  }
-
-  // Computes logits / T from what was fetched. Returns status bits.
-  __device__ __forceinline__ int32_t prepare(const ExpandTreeParams& p, const Row<T>& row) {
-    int32_t status = kStatusOk;
-    float x[kTileIds];
-    if (row.clean(raw_, x, &largest_)) status |= kStatusNanDraft;
-    largest_ = row.scaled(largest_);
-#pragma unroll
-    for (int i = 0; i < kTileIds; ++i) value_[i] = row.scaled(x[i]);
-    if (p.d2t == nullptr) return status;
-    const auto vocab = static_cast<uint32_t>(min(p.vocab_size, int64_t{1} << 31));
-    bool bad = false;
-#pragma unroll
-    for (int i = 0; i < kTileIds; ++i) bad |= ids_.word[i] >= vocab;
-    if (!bad) return status;
-    largest_ = kNegInf;
-#pragma unroll
-    for (int i = 0; i < kTileIds; ++i) {
-      if (ids_.word[i] >= vocab) {  // can never be drawn
-        if (first_ + i < row.vocab_size) status |= kStatusBadToken;
-        value_[i] = kNegInf;
-        ids_.word[i] = 0;
-      }
-      largest_ = fmaxf(largest_, value_[i]);
-    }
-    return status;
-  }
-
   // Computes the noise of the ids, unless it is precomputed; values become scores if
   // `perturbed`. Called by whole warps.
-  __device__ __forceinline__ void draw(const ExpandTreeParams& p, const Draw& noise,
-                                       bool perturbed) {
-    bool right = precomputed_ && expected_request_low_ == noise.key.request_low &&
-                 expected_request_high_ == noise.key.request_high &&
-                 expected_position_ == noise.position;
+  __device__ __forceinline__ void draw(const ExpandTreeParams& p, const Draw& noise, bool perturbed,
+                                       int32_t first) {
+    bool right = precomputed_ && this->expected(noise);
     if (p.d2t != nullptr) {
 #pragma unroll
       for (int i = 0; i < kTileIds; ++i) right &= expected_id_.word[i] == ids_.word[i];
     }
     precomputed_ = false;  // valid for the first tile only
-    if (!__all_sync(kFullWarp, right)) make_noise(p, noise, ids_, first_);
+    if (!__all_sync(kFullWarp, right)) make_noise(p, noise, ids_, first);
     if (!perturbed) return;
     largest_ = kNegInf;
 #pragma unroll
@@ -188,11 +226,9 @@ class DraftTile {
     }
   }
 
-  __device__ float largest() const { return largest_; }
-
   // Passes candidates to the list; `exact`: values are scores. Logarithms are computed only for ids
   // whose largest possible variate would suffice. Called by whole warps.
-  __device__ __forceinline__ void offer(const ExpandTreeParams& p, bool exact,
+  __device__ __forceinline__ void offer(const ExpandTreeParams& p, bool exact, int32_t first,
                                         WarpList& list) const {
     float upper[kTileIds], lower_bound = largest_;
 #pragma unroll
@@ -223,22 +259,11 @@ class DraftTile {
         exponential = at == i ? exponential_[i] : exponential;
         id = at == i ? ids_.word[i] : id;
       }
-      if (p.d2t == nullptr) id = static_cast<uint32_t>(first_ + at);
+      if (p.d2t == nullptr) id = static_cast<uint32_t>(first + at);
       const float score = exact ? value : add_rn(value, -log_f32(exponential));
       list.take(left != 0 && score >= threshold, rank_key(score, id), value);
       left &= left - 1;
     }
-  }
-
-  // Sum of the integer weights floor(2^40 * exp((value - max) * inverse)).
-  __device__ __forceinline__ int64_t weigh(float max, float inverse) const {
-    int64_t sum = 0;
-#pragma unroll
-    for (int i = 0; i < kTileIds; ++i) {
-      const float scaled = mul_rn(add_rn(value_[i], -max), inverse);
-      sum += __float2ll_rz(mul_rn(exp_f32(scaled), 0x1p40f));
-    }
-    return sum;
   }
 
  private:
@@ -264,15 +289,10 @@ class DraftTile {
     }
   }
 
-  Raw<T, kTileIds> raw_;
-  Raw<float, kTileIds> ids_, expected_id_;
-  uint32_t expected_request_low_, expected_request_high_;
-  int32_t expected_position_;
-  bool precomputed_ = false;
-  float value_[kTileIds];
+  using Base = DraftTile<T, kTileIds>;
+  using Base::ids_, Base::largest_, Base::precomputed_, Base::value_;
+  Raw<float, kTileIds> expected_id_;
   float exponential_[kTileIds] = {};  // the noise is -log of it
-  int32_t first_ = 0;
-  float largest_ = kNegInf;  // of the values
 };
 
 }  // namespace tlt

@@ -11,192 +11,38 @@
 // before a barrier and never fetched after one, unless the lists are too long for that. The
 // log-softmax sums integer weights floor(2^40 exp(value - max)), so scores have the CPU's bits.
 //
+// If the requests fill the card, so that no noise is hidden by the wait, only ids that may be among
+// the best get their noise (lazy.cuh).
+//
 // Reads B * F * draft_vocab logits once from memory, and once more from cache if a warp has more
 // than one tile (the largest value must be known before the weights). Limits: K <= 128, 256 drafter
 // slots, kMaxChildren.
 #include "common/mma.cuh"
-#include "tree/ancestors.cuh"
-#include "tree/draft.cuh"
+#include "tree/children.cuh"
 #include "tree/frontier.cuh"
+#include "tree/lazy.cuh"
 #include "tree/op.h"
 
 namespace tlt {
 namespace {
 
-constexpr int kMostBlocks = 2 * kPortableCluster;  // of a cluster: the non-portable limit
-constexpr int kWave = 8;
-constexpr int kMaxFrontier = 256;
-constexpr int kMaxSlices = 64;  // of a row
-constexpr int kMaxChildren = 8192;
-constexpr int kMaxCollected = 4096;             // list entries that fit into the first block
-constexpr int kHeads = kMaxSlices / kWarpSize;  // lists that one lane merges
-constexpr int kQueue = 4;                       // entries of each that it holds
-
 // Warps of a block, and ids per lane in a warp's tile. If few ids per lane suffice, small blocks
 // are better: a warp finishes sooner, and a block fits beside those of another kernel.
 struct LargeBlock {
-  static constexpr int kWarps = 16, kIds = kGroup;
+  static constexpr int kWarps = 16, kIds = kGroup, kMemory = 0;  // words of a warp's tile
+  static constexpr bool kLazy = false;
 };
 struct SmallBlock {
-  static constexpr int kWarps = 8, kIds = 4;
+  static constexpr int kWarps = 8, kIds = 4, kMemory = 0;
+  static constexpr bool kLazy = false;
 };
-constexpr int kMostWarps = kMostBlocks * LargeBlock::kWarps;  // of a cluster
+// Draws the noise of few ids. Faster where little of it is hidden by the wait.
+struct LazyBlock {
+  static constexpr int kWarps = 16, kIds = kGroup, kMemory = kTileWords;
+  static constexpr bool kLazy = true;
+};
+static_assert(LargeBlock::kWarps * kMostBlocks <= kMostWarps);
 static_assert(kWave <= SmallBlock::kWarps, "the first block has a warp of each row of a wave");
-
-struct Child {
-  float value;  // later its score
-  int32_t token;
-};
-
-// Whether all lists of a cluster are in its first block, or each list in its own block.
-TLT_HD bool fits_first_block(int cluster_warps, int top_k) {
-  return cluster_warps * top_k <= kMaxCollected;
-}
-
-// Dynamic shared memory: the warps' candidates, the lists that are merged, the children.
-struct Layout {
-  int candidates, lists;  // entries
-  int children;
-
-  TLT_HD Layout(int cluster, int warps, int frontier_rows, int top_k)
-      : candidates(warps * list_capacity(top_k)),
-        lists((fits_first_block(cluster * warps, top_k) ? cluster : 1) * warps * top_k),
-        children(frontier_rows * top_k) {}
-  TLT_HD int bytes() const {
-    return static_cast<int>((candidates + lists) * sizeof(Candidate) + children * sizeof(Child));
-  }
-};
-
-struct Shared {
-  float largest[kMostWarps];    // of every warp of the cluster
-  int64_t mass[kMostWarps];     // from here on only in the first block
-  int32_t count[kMaxFrontier];  // children of a row
-  int32_t parent[kMaxFrontier], depth[kMaxFrontier];
-  float parent_score[kMaxFrontier], max[kMaxFrontier], log_sum[kMaxFrontier];
-  alignas(16) uint8_t ancestors[kMaxFrontier * kMaxDepth];
-  int32_t begin;  // nodes before this level; 0 if the store has no room
-};
-
-// The distribution of the cluster's warps over the rows of a wave: warp w works on row w % rows.
-struct WarpAssignment {
-  int rows, slices;
-
-  __device__ WarpAssignment(int cluster_warps, int rows)
-      : rows(rows), slices(min(kMaxSlices, cluster_warps / rows)) {}
-  // The warp of a slice of a row.
-  __device__ int warp(int row, int slice) const { return slice * rows + row; }
-};
-
-// Merges a row's lists by one warp of the first block. `list_of(warp)` is the list of a warp of the
-// cluster.
-template <typename ListOf>
-__device__ void merge_lists(const WarpAssignment& assignment, int row, int top_k, ListOf&& list_of,
-                            Child* children, int32_t* count) {
-  const int lane = threadIdx.x % kWarpSize;
-  const Candidate* list[kHeads];
-  Candidate queue[kHeads][kQueue];
-#pragma unroll
-  for (int h = 0; h < kHeads; ++h) {
-    const int slice = h * kWarpSize + lane;
-    list[h] = list_of(assignment.warp(row, min(slice, assignment.slices - 1)));
-#pragma unroll
-    for (int i = 0; i < kQueue; ++i) {
-      queue[h][i] = Candidate{};
-      if (slice < assignment.slices && i < top_k) queue[h][i] = list[h][i];
-    }
-  }
-  int next[kHeads] = {};
-  int k = 0;
-#pragma unroll 1
-  for (; k < top_k; ++k) {
-    uint64_t mine = queue[0][0].key;
-#pragma unroll
-    for (int h = 1; h < kHeads; ++h) mine = max(mine, queue[h][0].key);
-    const uint64_t best = warp_max(mine);
-    if (best == 0) break;
-    if (lane != __ffs(__ballot_sync(kFullWarp, mine == best)) - 1) continue;
-    bool taken = false;
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      if (taken || queue[h][0].key != best) continue;
-      taken = true;
-      children[k] = {queue[h][0].value, queue[h][0].token()};
-#pragma unroll
-      for (int i = 1; i < kQueue; ++i) queue[h][i - 1] = queue[h][i];
-      const int after = kQueue + next[h]++;
-      queue[h][kQueue - 1] = after < top_k ? list[h][after] : Candidate{};
-    }
-  }
-  if (lane == 0) *count = k;
-}
-
-// Last step, in the first block: scores and links the children, and ranks the next frontier. A
-// row's children have room for top_k entries, of which the first `count` are used.
-__device__ void append_children(const ExpandTreeParams& p, int64_t b, int32_t begin,
-                                const Shared& shared, Child* children) {
-  const int rows = static_cast<int>(p.frontier_rows), top_k = static_cast<int>(p.top_k);
-  const int64_t first = b * p.nodes.capacity + begin;
-  const bool perturbed = p.score_temperature > 0.0f;
-  const float inverse = perturbed ? __fdiv_rn(1.0f, p.score_temperature) : 1.0f;
-  const auto before = [&](int row) {  // children of the rows before
-    int32_t sum = 0;
-    for (int f = 0; f < row; ++f) sum += shared.count[f];
-    return sum;
-  };
-#pragma unroll 1
-  for (int i = threadIdx.x; i < rows * top_k; i += static_cast<int>(blockDim.x)) {
-    const int f = i / top_k, k = i - f * top_k;
-    const Child child = children[i];
-    float score = NAN;  // of an unused entry: not above, below or equal to any score
-    if (k < shared.count[f]) {
-      const float log_prob =
-          add_rn(mul_rn(add_rn(child.value, -shared.max[f]), inverse), -shared.log_sum[f]);
-      score = add_rn(shared.parent_score[f], fminf(log_prob, 0.0f));
-      const int64_t to = first + before(f) + k;
-      p.nodes.token[to] = child.token;
-      p.nodes.score[to] = score;
-      p.nodes.parent[to] = shared.parent[f];
-      p.nodes.depth[to] = shared.depth[f] + 1;
-    }
-    children[i].value = score;
-  }
-  __syncthreads();
-  const auto advance = [&](int rank, int32_t node, int f) {  // f: the row that it came from, or -1
-    const int64_t out = b * top_k + rank;
-    p.next_frontier[out] = node;
-    p.next_row[out] = f < 0 ? 0 : static_cast<int32_t>(b * rows + f);
-    const int in_flight = f < 0 || p.frontier_ancestors == nullptr ? 0 : shared.depth[f];
-    uint64_t low = 0, high = 0;
-    if (in_flight > 0) {  // its parent's, then the slot of its parent
-      const int own = in_flight - 1, bits = 8 * (own % 8);
-      const uint64_t below = (uint64_t{1} << bits) - 1;
-      const uint64_t slot = static_cast<uint64_t>(static_cast<uint8_t>(p.slot_base + f)) << bits;
-      const auto* const parents = reinterpret_cast<const uint64_t*>(shared.ancestors) + 2 * f;
-      low = own < 8 ? (parents[0] & below) | slot : parents[0];
-      high = own < 8 ? 0 : (parents[1] & below) | slot;
-    }
-    write_ancestors(p.next_ancestors + out * kMaxDepth, low, high);
-  };
-  const int total = before(rows);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < rows * top_k + top_k; i += static_cast<int>(blockDim.x)) {
-    const int f = i / top_k, k = i - f * top_k;
-    if (f == rows) {
-      if (k >= total) advance(k, -1, -1);
-      continue;
-    }
-    if (k >= shared.count[f]) continue;
-    const float mine = children[i].value;
-    int rank = 0;
-#pragma unroll 4
-    for (int j = 0; j < rows * top_k; ++j) {
-      const float other = children[j].value;
-      rank += other > mine || (other == mine && j < i);
-    }
-    if (rank < top_k) advance(rank, begin + before(f) + k, f);
-  }
-  if (threadIdx.x == 0 && begin > 0) p.nodes.count[b] = begin + total;
-}
 
 // The ancestors of the frontier: loaded to registers early, stored to shared memory when they have
 // arrived.
@@ -233,16 +79,17 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
   Cluster<kWarps * kWarpSize> cluster;
   cluster.arrive();
   const int top_k = static_cast<int>(p.top_k), rows = static_cast<int>(p.frontier_rows);
-  const Layout layout(cluster.size(), kWarps, rows, top_k);
+  const Layout layout(cluster.size(), kWarps, Size::kMemory, rows, top_k);
   Candidate* const lists = memory + layout.candidates;
   Child* const children = reinterpret_cast<Child*>(lists + layout.lists);  // [rows, top_k]
+  [[maybe_unused]] auto* const tile_words = reinterpret_cast<uint32_t*>(children + layout.children);
   const bool in_first_block = fits_first_block(cluster.size() * kWarps, top_k);
   const int64_t b = cluster.item();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int cluster_warp = cluster.rank() * kWarps + warp;
   const int32_t columns = static_cast<int32_t>(
       p.d2t != nullptr || p.draft_vocab < p.vocab_size ? p.draft_vocab : p.vocab_size);
-  const bool perturbed = p.score_temperature > 0.0f;
+  const bool perturbed = !Size::kLazy && p.score_temperature > 0.0f;
   const float inverse = perturbed ? __fdiv_rn(1.0f, p.score_temperature) : 1.0f;
   // The list of a warp of the cluster.
   const auto list_of = [&](int of) {
@@ -256,10 +103,10 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
     const int mine = cluster_warp % assignment.rows, slice = cluster_warp / assignment.rows;
     const bool has_slice = slice < assignment.slices;
     const RowData<T> data(p.draft_logits, p.logits_stride, b * rows + wave + mine, columns);
-    using Tile = DraftTile<T, kIds>;
+    using Tile = std::conditional_t<Size::kLazy, LazyTile<T, kIds>, NoisyTile<T, kIds>>;
     const int32_t step = assignment.slices * Tile::kTile, begin = slice * Tile::kTile + lane * kIds;
     const int32_t end = has_slice ? columns + lane * kIds : 0;  // the same for all lanes of a tile
-    Tile tile;
+    Tile tile(tile_words + warp * Size::kMemory);
     if (wave == 0) {  // all loads so far were speculative
       const volatile float* const temperature = p.temperature + b;
       if (begin < end && !is_greedy(*temperature)) {
@@ -286,6 +133,9 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
       frontier_ancestors.store(shared);
       cluster.wait();  // all blocks run
     }
+    if constexpr (Size::kLazy) {
+      if (begin < end) tile.confirm(p, draw);
+    }
     WarpList list(memory + warp * list_capacity(top_k), top_k);
     const bool exact = perturbed || logits.greedy;
     const int32_t stop = row.active ? end : 0;
@@ -307,14 +157,26 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
           if (lane < cluster.size()) *cluster.remote(&shared.largest[cluster_warp], lane) = most;
         };
         if (fresh) {
-          if (pass != 0 || first != begin) tile.fetch(p, data, first);
-          status |= tile.prepare(p, logits);
+          if (!Size::kLazy && (pass != 0 || first != begin)) tile.fetch(p, data, first);
+          status |= tile.prepare(p, logits, first);
         }
         if (!perturbed) send();
-        if (fresh && !logits.greedy && (pass == 0 || perturbed)) tile.draw(p, draw, perturbed);
+        if constexpr (Size::kLazy) {
+          if (some && pass == 0) tile.draw(p, draw, logits.greedy, first);
+        } else {
+          if (fresh && !logits.greedy && (pass == 0 || perturbed))
+            tile.draw(p, draw, perturbed, first);
+        }
         if (perturbed) send();
         if (pass == 0 && last) cluster.arrive();  // also waits for the values that were sent
-        if (some && pass == 0) tile.offer(p, exact, list);
+        if constexpr (Size::kLazy) {
+          if (begin + step < stop && !(last && pass != 0)) {  // the next
+            tile.fetch(p, data, last ? begin : first + step);
+          }
+          if (some && pass == 0) tile.offer(draw, logits.greedy, last, list);
+        } else {
+          if (some && pass == 0) tile.offer(p, exact, first, list);
+        }
         if (some && pass != 0) sum += tile.weigh(most, inverse);
         first += step;
       } while (!last);
@@ -372,8 +234,8 @@ template <typename T, typename Size>
 ClusterShape expand_shape(const char* op, const ExpandTreeParams& p) {
   const auto kernel = expand_kernel<T, Size>;
   const auto shape_of = [&](unsigned cluster) -> ClusterShape {
-    const Layout layout(static_cast<int>(cluster), Size::kWarps, static_cast<int>(p.frontier_rows),
-                        static_cast<int>(p.top_k));
+    const Layout layout(static_cast<int>(cluster), Size::kWarps, Size::kMemory,
+                        static_cast<int>(p.frontier_rows), static_cast<int>(p.top_k));
     return {p.num_requests, Size::kWarps * kWarpSize, layout.bytes(), cluster, true};
   };
   const int64_t slices = std::min<int64_t>(tiles_of<T, Size>(p), kMaxSlices);
@@ -400,13 +262,24 @@ void expand_tree_cuda(const ExpandTreeParams& p, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
+    const auto launch = [&](auto size, const ClusterShape& shape) {
+      launch_cluster_per_item(op, expand_kernel<T, decltype(size)>, shape, as_stream(stream), p);
+    };
+    const auto one_tile_a_warp = [&](auto size, const ClusterShape& shape) {
+      using Size = decltype(size);
+      return std::min<int64_t>(p.frontier_rows, kWave) * tiles_of<T, Size>(p) <=
+             shape.cluster * Size::kWarps;
+    };
     const ClusterShape small = expand_shape<T, SmallBlock>(op, p);
-    const int64_t warps = std::min<int64_t>(p.frontier_rows, kWave) * tiles_of<T, SmallBlock>(p);
-    if (warps <= small.cluster * SmallBlock::kWarps) {  // at most one tile per warp
-      return launch_cluster_per_item(op, expand_kernel<T, SmallBlock>, small, as_stream(stream), p);
+    if (one_tile_a_warp(SmallBlock{}, small)) return launch(SmallBlock{}, small);
+    const ClusterShape large = expand_shape<T, LargeBlock>(op, p);
+    // The noise of a level is hidden if its blocks run beside those of the level before.
+    const bool hidden = large.cluster > 1 && max_active_clusters(op, expand_kernel<T, LargeBlock>,
+                                                                 large) >= 2 * p.num_requests;
+    if (hidden || one_tile_a_warp(LargeBlock{}, large) || p.score_temperature > 0.0f) {
+      return launch(LargeBlock{}, large);
     }
-    launch_cluster_per_item(op, expand_kernel<T, LargeBlock>, expand_shape<T, LargeBlock>(op, p),
-                            as_stream(stream), p);
+    launch(LazyBlock{}, expand_shape<T, LazyBlock>(op, p));
   });
 }
 

@@ -181,16 +181,30 @@ def test_paths_of_many_requests_have_the_tokens_of_the_cpu(monkeypatch, vocab):
 @pytest.mark.parametrize("score_temperature", [0.0, 0.7])
 @pytest.mark.parametrize(
     ("vocab", "top_k", "batch", "reduced"),
-    [(1, 1, 1, True), (999, 4, 3, True), (16384, 4, 2, True), (5000, 33, 1, False)],
+    [
+        (1, 1, 1, "scattered"),
+        (999, 4, 3, "scattered"),
+        (16384, 4, 2, "sorted"),
+        (5000, 33, 1, ""),
+        (2500, 4, 70, "scattered"),  # several tiles a warp
+        (16384, 4, 20, "sorted"),
+        (2500, 4, 70, "sorted"),
+        (2500, 4, 70, ""),
+    ],
 )
 def test_trees_have_the_bits_of_the_cpu(
     monkeypatch, vocab, top_k, batch, reduced, score_temperature, dtype
 ):
     """Tokens, links, scores, frontiers, ancestors and selected rows, bit for bit."""
-    d2t = torch.randperm(3 * vocab, generator=kit.generator(1))[:vocab].int() if reduced else None
+    d2t = None
+    if reduced:
+        d2t = torch.randperm(3 * vocab, generator=kit.generator(1))[:vocab].int()
+    if reduced == "sorted":
+        d2t = d2t.sort().values
 
     def run():
         store = Store(batch, tlt_ext.tree_capacity(3, top_k), top_k)
+        store.temperature[3::5] = 0.0
         store.temperature[-1] = 0.6
         found = []
         for level in range(3):

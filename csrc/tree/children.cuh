@@ -1,0 +1,180 @@
+// The end of a level of expand_tree: the first block of a cluster merges the lists of the warps,
+// and scores, links and ranks the children in its shared memory.
+#pragma once
+
+#include "common/rows.cuh"
+#include "tree/ancestors.cuh"
+#include "tree/draft.cuh"
+
+namespace tlt {
+
+constexpr int kMostBlocks = 2 * kPortableCluster;  // of a cluster: the non-portable limit
+constexpr int kWave = 8;
+constexpr int kMaxFrontier = 256;
+constexpr int kMaxSlices = 64;  // of a row
+constexpr int kMaxChildren = 8192;
+constexpr int kMaxCollected = 4096;             // list entries that fit into the first block
+constexpr int kHeads = kMaxSlices / kWarpSize;  // lists that one lane merges
+constexpr int kHeld = 4;                        // entries of each that it holds
+
+constexpr int kMostWarps = kMostBlocks * 16;  // of a cluster
+
+struct Child {
+  float value;  // later its score
+  int32_t token;
+};
+
+// Whether all lists of a cluster are in its first block, or each list in its own block.
+TLT_HD bool fits_first_block(int cluster_warps, int top_k) {
+  return cluster_warps * top_k <= kMaxCollected;
+}
+
+// Dynamic shared memory: the warps' candidates, the lists that are merged, the children, the words
+// of the warps' tiles.
+struct Layout {
+  int candidates, lists;  // entries
+  int children, words;
+
+  TLT_HD Layout(int cluster, int warps, int tile_words, int frontier_rows, int top_k)
+      : candidates(warps * list_capacity(top_k)),
+        lists((fits_first_block(cluster * warps, top_k) ? cluster : 1) * warps * top_k),
+        children(frontier_rows * top_k),
+        words(warps * tile_words) {}
+  TLT_HD int bytes() const {
+    return static_cast<int>((candidates + lists) * sizeof(Candidate) + children * sizeof(Child) +
+                            words * sizeof(uint32_t));
+  }
+};
+
+struct Shared {
+  float largest[kMostWarps];    // of every warp of the cluster
+  int64_t mass[kMostWarps];     // from here on only in the first block
+  int32_t count[kMaxFrontier];  // children of a row
+  int32_t parent[kMaxFrontier], depth[kMaxFrontier];
+  float parent_score[kMaxFrontier], max[kMaxFrontier], log_sum[kMaxFrontier];
+  alignas(16) uint8_t ancestors[kMaxFrontier * kMaxDepth];
+  int32_t begin;  // nodes before this level; 0 if the store has no room
+};
+
+// The distribution of the cluster's warps over the rows of a wave: warp w works on row w % rows.
+struct WarpAssignment {
+  int rows, slices;
+
+  __device__ WarpAssignment(int cluster_warps, int rows)
+      : rows(rows), slices(min(kMaxSlices, cluster_warps / rows)) {}
+  // The warp of a slice of a row.
+  __device__ int warp(int row, int slice) const { return slice * rows + row; }
+};
+
+// Merges a row's lists by one warp of the first block. `list_of(warp)` is the list of a warp of the
+// cluster.
+template <typename ListOf>
+__device__ void merge_lists(const WarpAssignment& assignment, int row, int top_k, ListOf&& list_of,
+                            Child* children, int32_t* count) {
+  const int lane = threadIdx.x % kWarpSize;
+  const Candidate* list[kHeads];
+  Candidate queue[kHeads][kHeld];
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    const int slice = h * kWarpSize + lane;
+    list[h] = list_of(assignment.warp(row, min(slice, assignment.slices - 1)));
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      queue[h][i] = Candidate{};
+      if (slice < assignment.slices && i < top_k) queue[h][i] = list[h][i];
+    }
+  }
+  int next[kHeads] = {};
+  int k = 0;
+#pragma unroll 1
+  for (; k < top_k; ++k) {
+    uint64_t mine = queue[0][0].key;
+#pragma unroll
+    for (int h = 1; h < kHeads; ++h) mine = max(mine, queue[h][0].key);
+    const uint64_t best = warp_max(mine);
+    if (best == 0) break;
+    if (lane != __ffs(__ballot_sync(kFullWarp, mine == best)) - 1) continue;
+    bool taken = false;
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (taken || queue[h][0].key != best) continue;
+      taken = true;
+      children[k] = {queue[h][0].value, queue[h][0].token()};
+#pragma unroll
+      for (int i = 1; i < kHeld; ++i) queue[h][i - 1] = queue[h][i];
+      const int after = kHeld + next[h]++;
+      queue[h][kHeld - 1] = after < top_k ? list[h][after] : Candidate{};
+    }
+  }
+  if (lane == 0) *count = k;
+}
+
+// Last step, in the first block: scores and links the children, and ranks the next frontier. A
+// row's children have room for top_k entries, of which the first `count` are used.
+__device__ inline void append_children(const ExpandTreeParams& p, int64_t b, int32_t begin,
+                                       const Shared& shared, Child* children) {
+  const int rows = static_cast<int>(p.frontier_rows), top_k = static_cast<int>(p.top_k);
+  const int64_t first = b * p.nodes.capacity + begin;
+  const bool perturbed = p.score_temperature > 0.0f;
+  const float inverse = perturbed ? __fdiv_rn(1.0f, p.score_temperature) : 1.0f;
+  const auto before = [&](int row) {  // children of the rows before
+    int32_t sum = 0;
+    for (int f = 0; f < row; ++f) sum += shared.count[f];
+    return sum;
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * top_k; i += static_cast<int>(blockDim.x)) {
+    const int f = i / top_k, k = i - f * top_k;
+    const Child child = children[i];
+    float score = NAN;  // of an unused entry: not above, below or equal to any score
+    if (k < shared.count[f]) {
+      const float log_prob =
+          add_rn(mul_rn(add_rn(child.value, -shared.max[f]), inverse), -shared.log_sum[f]);
+      score = add_rn(shared.parent_score[f], fminf(log_prob, 0.0f));
+      const int64_t to = first + before(f) + k;
+      p.nodes.token[to] = child.token;
+      p.nodes.score[to] = score;
+      p.nodes.parent[to] = shared.parent[f];
+      p.nodes.depth[to] = shared.depth[f] + 1;
+    }
+    children[i].value = score;
+  }
+  __syncthreads();
+  const auto advance = [&](int rank, int32_t node, int f) {  // f: the row that it came from, or -1
+    const int64_t out = b * top_k + rank;
+    p.next_frontier[out] = node;
+    p.next_row[out] = f < 0 ? 0 : static_cast<int32_t>(b * rows + f);
+    const int in_flight = f < 0 || p.frontier_ancestors == nullptr ? 0 : shared.depth[f];
+    uint64_t low = 0, high = 0;
+    if (in_flight > 0) {  // its parent's, then the slot of its parent
+      const int own = in_flight - 1, bits = 8 * (own % 8);
+      const uint64_t below = (uint64_t{1} << bits) - 1;
+      const uint64_t slot = static_cast<uint64_t>(static_cast<uint8_t>(p.slot_base + f)) << bits;
+      const auto* const parents = reinterpret_cast<const uint64_t*>(shared.ancestors) + 2 * f;
+      low = own < 8 ? (parents[0] & below) | slot : parents[0];
+      high = own < 8 ? 0 : (parents[1] & below) | slot;
+    }
+    write_ancestors(p.next_ancestors + out * kMaxDepth, low, high);
+  };
+  const int total = before(rows);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * top_k + top_k; i += static_cast<int>(blockDim.x)) {
+    const int f = i / top_k, k = i - f * top_k;
+    if (f == rows) {
+      if (k >= total) advance(k, -1, -1);
+      continue;
+    }
+    if (k >= shared.count[f]) continue;
+    const float mine = children[i].value;
+    int rank = 0;
+#pragma unroll 4
+    for (int j = 0; j < rows * top_k; ++j) {
+      const float other = children[j].value;
+      rank += other > mine || (other == mine && j < i);
+    }
+    if (rank < top_k) advance(rank, begin + before(f) + k, f);
+  }
+  if (threadIdx.x == 0 && begin > 0) p.nodes.count[b] = begin + total;
+}
+
+}  // namespace tlt
