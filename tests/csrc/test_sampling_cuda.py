@@ -190,6 +190,7 @@ def test_paths_of_many_requests_have_the_tokens_of_the_cpu(monkeypatch, vocab):
         (16384, 4, 20, "sorted"),
         (2500, 4, 70, "sorted"),
         (2500, 4, 70, ""),
+        (1500, 40, 70, "sorted"),  # and several waves of rows
     ],
 )
 def test_trees_have_the_bits_of_the_cpu(
