@@ -17,7 +17,8 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 PORTABLE_ARCHS = "80;90a-real"  # 80 without a suffix: its PTX too, which later cards compile
 MIN_CMAKE = (3, 26)
-# An editable install builds in a temporary folder, the log stays in the checkout.
+# The objects stay in the checkout, so that another installation compiles what has changed only.
+BUILD = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
 LOG = ROOT / "build" / "build.log"
 PTXAS = re.compile(rb"^ptxas info|bytes stack frame")  # the lines of -Xptxas=-v
 
@@ -58,8 +59,9 @@ def cuda_archs(nvcc: str) -> str:
         match = re.fullmatch(r"(\d+)[af]?(-real|-virtual)?", arch)
         if match is None or (known and match[1] not in known):
             sys.exit(
-                f"tlt-ext: TLT_CUDA_ARCHS: {arch!r} is not an architecture of {nvcc}; "
-                f"it knows {', '.join(sorted(known, key=int))} (write e.g. 90a-real)"
+                f"tlt-ext: {arch!r} is not an architecture of {nvcc}; it knows "
+                f"{', '.join(sorted(known, key=int))}: set TLT_CUDA_ARCHS, e.g. to 80-real, or "
+                "install a newer CUDA toolkit"
             )
     return archs
 
@@ -111,8 +113,7 @@ class CMakeBuild(build_ext):
 
         nvcc = wanted_nvcc()
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        build = Path(self.build_temp).resolve() / "cmake"
-        build.mkdir(parents=True, exist_ok=True)
+        BUILD.mkdir(parents=True, exist_ok=True)
         args = [
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DTLT_VERSION={self.distribution.get_version()}",
@@ -128,9 +129,11 @@ class CMakeBuild(build_ext):
                 f"-DCMAKE_CUDA_ARCHITECTURES={cuda_archs(nvcc)}",
             ]
         # pip makes a new build environment each time: what CMake remembers of the last is stale.
-        (build / "CMakeCache.txt").unlink(missing_ok=True)
-        self.run_or_exit(["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *args])
-        self.run_or_exit(["cmake", "--build", str(build)], LOG)
+        (BUILD / "CMakeCache.txt").unlink(missing_ok=True)
+        for found in BUILD.glob("CMakeFiles/[0-9]*"):  # the compilers
+            shutil.rmtree(found)
+        self.run_or_exit(["cmake", "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", *args])
+        self.run_or_exit(["cmake", "--build", str(BUILD)], LOG)
 
     @staticmethod
     def run_or_exit(command: list[str], log: Path | None = None) -> None:
