@@ -26,11 +26,17 @@ ROOT = Path(__file__).parents[3]
 KILLED = "import signal; os.kill(os.getpid(), signal.SIGKILL)"
 PRELUDE = """
 import os, sys, time
+from driver.drafter.coordinator import Coordinator
 from driver.run import collector
 from driver.train import main
 from driver.config.command import run_command
 from tests.driver.run.test_run import share_of_ones
 collector.Collector.rewards = share_of_ones
+often = Coordinator._micro_step
+def rarely(self, *args):
+    time.sleep(0.1)  # an idle rank would compute for as long as the other one sleeps
+    return often(self, *args)
+Coordinator._micro_step = rarely
 RANK = int(os.environ.get("RANK", 0))
 FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 """
@@ -308,12 +314,6 @@ collector.Collector.{where} = dying
 """
 
 
-STEPS_SLEEP = """  # an idle rank would compute for run.timeout_s
-from driver.drafter.trainer import SpotTrainer
-SpotTrainer.attempt = lambda self: time.sleep(0.05) is None
-"""
-
-
 @pytest.mark.parametrize(
     ("start", "where", "how", "phase"),
     [
@@ -323,7 +323,7 @@ SpotTrainer.attempt = lambda self: time.sleep(0.05) is None
     ],
 )
 def test_a_lost_rank_is_named_with_its_phase(tmp_path, start, where, how, phase):
-    script = STEPS_SLEEP + DIES.format(where=where, how=how, drawn=3)
+    script = DIES.format(where=where, how=how, drawn=3)
     words = ["run.timeout_s=15", "run.checkpoint_every=1"]
     code, log = start(tmp_path, 2, *words, script=script)
     assert code != 0
