@@ -15,8 +15,9 @@ LEAST_WIDTH = 512
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is compiled on a GPU, once for all numbers of rows.
 
-    Roundings to half precision stay as they are without it. Narrow rows, and all rows on a CPU, run
-    op by op. torch keeps what it compiles in its own cache on the disk.
+    Roundings to half precision stay as they are without it. The backward pass computes elementwise
+    results again instead of reading them, also those that a product needs. Narrow rows, and all
+    rows on a CPU, run op by op. torch keeps what it compiles in its own cache on the disk.
 
     Args:
         function: of a tensor [rows, ..., width], further tensors with as many rows, and weights.
@@ -37,4 +38,11 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, options={"emulate_precision_casts": True})
+    return torch.compile(function, backend=_compile)
+
+
+def _compile(graph: Any, inputs: Any) -> Any:
+    from torch._inductor.compile_fx import compile_fx  # slow to import
+
+    with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
+        return compile_fx(graph, inputs, config_patches={"emulate_precision_casts": True})

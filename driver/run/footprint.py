@@ -135,8 +135,8 @@ class Row:
     dtype: torch.dtype  # of forward and backward passes
     # Only the inputs of the layers are kept, and one layer while it is recomputed.
     checkpointing: bool = False
-    # Heads share keys and values, the result has one copy less, and compiled norms save their input
-    # and output only.
+    # Heads share keys and values, the result has one copy less, and the compiled backward pass
+    # computes elementwise results again.
     on_card: bool = True
     separate: bool = False  # on a card: the attention call of long documents copies the result
     sharded: bool = False  # FSDP2 gathers the weights of a layer and scatters its gradients
@@ -179,15 +179,15 @@ def layer_bytes(spec: ModelSpec, row: Row) -> int:
         0 if FAMILIES[spec.family].joined else spec.hidden_size * (qkv + 2 * spec.intermediate_size)
     )
     weights = size * (layer_numbers(spec) if row.copies else joined)
-    mlp = 4 * size * spec.intermediate_size  # gate, its silu, up, their product
+    mlp = (2 if row.on_card else 4) * size * spec.intermediate_size  # gate, up; silu, the product
     return row.tokens * (2 * norm_bytes(spec, row) + attention + mlp) + weights
 
 
 def norm_bytes(spec: ModelSpec, row: Row) -> int:
-    """Bytes of a token that a norm saves: input and output, op by op also the normed input."""
+    """Bytes of a token that a norm saves: its input, op by op also the normed input and output."""
     size = row.dtype.itemsize
     if row.on_card:
-        return 2 * size * spec.hidden_size
+        return size * spec.hidden_size
     return (FLOAT_BYTES + 2 * size) * spec.hidden_size + FLOAT_BYTES  # the input in float32
 
 
@@ -222,7 +222,8 @@ def update_bytes(spec: ModelSpec, row: Row) -> dict[str, dict[str, int]]:
     tokens, size, layer = row.tokens, row.dtype.itemsize, layer_bytes(spec, row)
     inputs = spec.num_layers * tokens * size * spec.hidden_size
     kept = inputs if row.checkpointing else spec.num_layers * layer
-    ends = tokens * norm_bytes(spec, row)  # of the final norm; its output is the rows with logits
+    # The final norm runs op by op; its output is the rows with logits.
+    ends = tokens * (norm_bytes(spec, row) + row.on_card * size * spec.hidden_size)
     head, transit = spec.vocab_size * spec.hidden_size, transit_bytes(spec, row)
     return {
         "update, logits": {
@@ -233,22 +234,24 @@ def update_bytes(spec: ModelSpec, row: Row) -> dict[str, dict[str, int]]:
         },
         "update, layers": {
             "activations": kept + (layer if row.checkpointing else 0),
-            "backward": backward_bytes(spec, tokens, row.dtype),
+            "backward": backward_bytes(spec, row),
             "gradient of the head": size * head,
             **transit,
         },
         "update, its end": {
             "activations": layer,
-            "backward": backward_bytes(spec, tokens, row.dtype),
+            "backward": backward_bytes(spec, row),
             "gradient of the head": size * head if is_half(row.dtype) else 0,  # else in the sums
             **transit,
         },
     }
 
 
-def backward_bytes(spec: ModelSpec, tokens: int, dtype: torch.dtype) -> int:
+def backward_bytes(spec: ModelSpec, row: Row) -> int:
     """Gradients alive in one layer's backward pass: three MLP widths, two residual streams."""
-    return tokens * dtype.itemsize * (3 * spec.intermediate_size + 2 * spec.hidden_size)
+    widths = 3 + row.on_card  # the product of gate and up is computed again
+    numbers = widths * spec.intermediate_size + 2 * spec.hidden_size
+    return row.tokens * row.dtype.itemsize * numbers
 
 
 def chunk_bytes(spec: ModelSpec, row: Row) -> int:
