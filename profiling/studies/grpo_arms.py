@@ -147,9 +147,10 @@ def identical_steps(one: ArmRun, other: ArmRun) -> int:
 def against_off(run: ArmRun, off: ArmRun) -> dict[str, float | int]:
     """Ratios to plain decoding with the same seed, over the steps that both runs have.
 
-    Runs whose first steps already differ have no ratios. `amdahl` is the step ratio that follows
-    from the rollout ratio s alone: 1 / (1 - g + g / s), with the share g of generation in a step of
-    `off`.
+    Runs whose first steps already differ have no ratios. `step_over_off` is the median ratio of a
+    step, since the first steps compile the update; `run_over_off` compares the sums. `amdahl` is
+    the step ratio that follows from the rollout ratio s alone: 1 / (1 - g + g / s), with the
+    median share g of generation in a step of `off`.
 
     Args:
         run: any arm.
@@ -165,9 +166,10 @@ def against_off(run: ArmRun, off: ArmRun) -> dict[str, float | int]:
         return sum(map(part, plain)) / sum(map(part, mine))
 
     rollout = ratio(lambda t: t.phases["gen"])
-    share = sum(t.phases["gen"] for t in plain) / sum(t.total for t in plain)
+    share = statistics.median(t.phases["gen"] / t.total for t in plain)
     return {
-        "step_over_off": round(ratio(lambda t: t.total), 4),
+        "step_over_off": round(step_ratio(off, run), 4),
+        "run_over_off": round(ratio(lambda t: t.total), 4),
         "rollout_over_off": round(rollout, 4),
         "amdahl": round(1 / (1 - share + share / rollout), 4),
         "amdahl_limit": round(1 / (1 - share), 4),
@@ -176,10 +178,9 @@ def against_off(run: ArmRun, off: ArmRun) -> dict[str, float | int]:
 
 
 def step_ratio(slow: ArmRun, fast: ArmRun) -> float:
-    """Seconds of one run over those of another, over the steps that both have."""
-    count = min(len(slow.records), len(fast.records))
-    one, other = (sum(times.total for times in run.times[:count]) for run in (slow, fast))
-    return one / other
+    """The median ratio of the seconds of a step, over the steps that both runs have."""
+    pairs = zip(slow.times, fast.times, strict=False)
+    return statistics.median(one.total / other.total for one, other in pairs)
 
 
 def over_peer(peer: ArmRun, ours: ArmRun) -> float:
