@@ -112,6 +112,11 @@ class World:
         return alone or _from_environment("RANK", 0) == 0
 
     @staticmethod
+    def local_size() -> int:
+        """Ranks on this machine, if torchrun started them; else 1."""
+        return _from_environment("LOCAL_WORLD_SIZE", 1)
+
+    @staticmethod
     def restarts() -> int:
         """How often torchrun has restarted the ranks after one was lost."""
         return _from_environment("TORCHELASTIC_RESTART_COUNT", 0)

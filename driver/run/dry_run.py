@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from ..common.world import World
 from ..config.load import Config
 from ..config.options import read_dry_run
 from ..model.fetch import is_smollm2, model_folder, smollm2_folder
@@ -75,7 +76,8 @@ def check_run(config: Config, folder: Path | None, ranks: int = 1) -> tuple[Conf
     limit_gb = memory_gb(config.run.device)
     config = decided(config, shape, limit_gb)
     if config.run.check_memory and config.run.device != "cpu":
-        check_fits(config, shape, limit_gb, memory_gb("cpu"))
+        host_gb = memory_gb("cpu") / min(ranks, World.local_size())
+        check_fits(config, shape, limit_gb, host_gb)
     return config, shape
 
 

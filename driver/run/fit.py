@@ -35,7 +35,7 @@ def check_fits(config: Config, shape: RunShape, limit_gb: float, host_gb: float 
     Args:
         config, shape: of the run.
         limit_gb: memory of the card or the machine, in 10^9 bytes; 0 = unknown.
-        host_gb: memory of the machine with the card.
+        host_gb: a rank's share of the memory of the machine with the card.
 
     Raises:
         UserError: with the predicted peak, its largest part, and settings that fit.
@@ -44,7 +44,7 @@ def check_fits(config: Config, shape: RunShape, limit_gb: float, host_gb: float 
     if parts.host > host_gb * 1e9:
         raise UserError(
             f"grpo.offload={config.grpo.offload}: it keeps {parts.host / 1e9:.2f} GB on the host,"
-            f" which has {host_gb:.2f} GB; use more ranks or another grpo.offload"
+            f" which has {host_gb:.2f} GB for a rank; use more machines or another grpo.offload"
         )
     if fits(config, shape, limit_gb):
         return

@@ -1,1 +1,1 @@
-"""Kernel-level tools: resources, replay, Nsight and sanitizer scripts."""
+"""Kernel-level tools: resources, Nsight and sanitizer scripts."""

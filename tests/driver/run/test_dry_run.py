@@ -208,6 +208,18 @@ def test_moments_that_exceed_the_host_s_memory_are_refused(seven_b):
         check_fits(config, shape, 141, host_gb - 0.01)
 
 
+def test_ranks_of_a_machine_share_its_memory(monkeypatch):
+    config = load_config(["run.device=cuda", "model.dtype=bfloat16", "grpo.offload=moments"])
+    _, shape = dry_run.check_run(config, None, 2)
+    host_gb = shape.footprint(config).host / 1e9
+    sizes = {"cpu": 1.5 * host_gb, "cuda": 80.0}
+    monkeypatch.setattr(dry_run, "memory_gb", sizes.__getitem__)
+    dry_run.check_run(config, None, 2)  # on two machines
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="GB for a rank; use more machines or another"):
+        dry_run.check_run(config, None, 2)
+
+
 def test_pages_are_released_in_the_update_if_the_run_would_not_fit_otherwise(seven_b):
     config = load_config(["preset=7b", seven_b])
     shape = shape_of(config)
