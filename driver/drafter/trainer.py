@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -147,7 +148,7 @@ class SpotTrainer(RolloutObserver):
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             begun = self._stream.record_event(torch.cuda.Event(enable_timing=True))
-        with torch.cuda.stream(self._stream):
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for _ in range(self.config.final_steps):
                 if not self.attempt():
                     break
