@@ -215,7 +215,7 @@ class PolicyWeights:
         """The rows of all ranks; a collective call."""
         if len(part) * self.world.size != len(param):
             return self._placed(part, param).full_tensor()
-        whole = part.new_empty(param.shape)  # full_tensor takes half a millisecond of the host
+        whole = part.new_empty(param.shape)  # full_tensor takes more of the host's time
         group = self._meshes[part.device.type].get_group()
         dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
         return whole

@@ -225,6 +225,14 @@ def test_the_other_peers_run_after_a_failure(subject, monkeypatch, capsys):
     assert "transformers static: RuntimeError: no such thing" in capsys.readouterr().out
 
 
+def test_a_quick_run_decides_nothing_about_transformers(subject, monkeypatch):
+    """It leaves out the compiled one, which is the fastest."""
+    monkeypatch.setattr(rollout, "hf_seconds", lambda policy, prompts, lengths, how: 40.0)
+    bench = Bench("rollout", math.nan, quick=True)
+    rollout.compare_hugging_face(bench, subject, [3, 4], ours=2.0)
+    assert [row["ours_over"] for row in bench.rows] == [20.0] and not bench.got
+
+
 def test_a_peer_that_hangs_is_stopped():
     with pytest.raises(TimeoutError, match="not done within 1 s"), timing.time_limit(1):
         time.sleep(20)

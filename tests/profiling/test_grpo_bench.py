@@ -73,6 +73,15 @@ def test_ratios_and_amdahl():
     assert against_off(shorter, off)["step_over_off"] == 2.0  # over the steps that both have
 
 
+def test_a_step_that_compiles_counts_once():
+    """The step ratio is a median, which the seconds of a first step do not move."""
+    off = arm_run("off", [record(1, 3.0, 9.0, 12.0)] + [record(i, 3.0, 1.0, 4.0) for i in (2, 3)])
+    full = arm_run("full", [record(1, 1.0, 9.0, 10.0)] + [record(i, 1.0, 1.0, 2.0) for i in (2, 3)])
+    got = against_off(full, off)
+    assert got["step_over_off"] == 2.0 and got["run_over_off"] == pytest.approx(20 / 14, abs=1e-4)
+    assert got["amdahl_limit"] == 4.0  # generation has three of the four seconds of most steps
+
+
 def test_equal_steps_are_counted_up_to_the_first_that_differs():
     lines = [record(i + 1, 1, 1, 2, reward=r) for i, r in enumerate((0.1, 0.2, 0.3))]
     off = arm_run("off", lines)
