@@ -39,7 +39,7 @@ from profiling.studies.grpo_arms import (
     over_peer,
     step_ratio,
 )
-from profiling.studies.grpo_runs import SEVERAL_SEEDS, folder_of, make_runs
+from profiling.studies.grpo_runs import folder_of, make_runs
 
 STEPS, QUICK_STEPS = 20, 4
 NEEDS_WARM_START = True
@@ -49,7 +49,7 @@ def options(words: Sequence[str]) -> argparse.Namespace:
     """The options of this benchmark alone."""
     parser = argparse.ArgumentParser(prog="python -m profiling.bench grpo", description=__doc__)
     parser.add_argument("--arms", default="", help="off,ngram,static,frozen,full,trl,trl_vllm")
-    parser.add_argument("--seeds", default="", help="of off and full; other arms take the first")
+    parser.add_argument("--seeds", default="", help="0,1,2")
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=Path("runs/grpo"), help="folder of the runs")
     parser.add_argument(
@@ -76,12 +76,7 @@ def run(bench: Bench) -> None:
     for arm in arms:
         if arm not in known and arm not in TRAINERS:
             raise SystemExit(f"--arms: {arm!r} is not one of {', '.join([*known, *TRAINERS])}")
-    jobs = [
-        (arm, seed)
-        for seed in seeds
-        for arm in arms
-        if bench.wanted(arm) and (seed == seeds[0] or arm in SEVERAL_SEEDS)
-    ]
+    jobs = [(arm, seed) for seed in seeds for arm in arms if bench.wanted(arm)]
     if not chosen.merge:
         make_runs(jobs, words, known, chosen.runs, chosen.steps, chosen.seconds, chosen.vllm)
     runs = [ArmRun.read(arm, seed, folder_of(chosen.runs, arm, seed)) for arm, seed in jobs]

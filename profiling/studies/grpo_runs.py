@@ -17,7 +17,6 @@ from profiling.studies.grpo_arms import TRAINERS, TRL, TRL_VLLM, finished_steps
 # The warm start is made once, for all arms and seeds.
 WARMED = ["warmup.keep=false", "warmup.steps=0", "warmup.drafter_steps=0"]
 RHYTHM = ["run.checkpoint_every=5", "run.keep_checkpoints=1"]
-SEVERAL_SEEDS = ("off", "full")
 TRAINER_STEPS = {TRL: 2, TRL_VLLM: 4}  # at most
 TRL_NEEDS = ("trl", "datasets", "dill", "multiprocess")
 
