@@ -27,7 +27,7 @@ from .records.progress import Progress
 from .run.dry_run import dry_run
 from .run.run import Run
 from .run.start import start_run
-from .run.summary import summary_lines, write_plots, write_summary
+from .run.summary import summary_lines, write_summary
 
 
 def train(config: Config, progress: Progress) -> Run:
@@ -79,7 +79,7 @@ def save_after(run: Run, error: BaseException) -> str:
 
 
 def run_steps(run: Run, progress: Progress) -> None:
-    """Runs the remaining steps, then writes figures and summary."""
+    """Runs the remaining steps, then writes report and summary."""
     config = run.config
     if run.step == 0 and config.run.steps:
         if config.warmup.steps and not config.warmup.keep:
@@ -103,7 +103,9 @@ def run_steps(run: Run, progress: Progress) -> None:
     run.checkpoint()
     if run.folder is not None:
         with run.phases("plots"):
-            write_plots(run)
+            from .report.page import write_page  # here: matplotlib takes half a second to import
+
+            write_page([run.folder.path], run.folder.path / "report.html")
         if run.writer.busy:
             progress.note(f"writing the checkpoint of step {run.saved_step}")
         run.end_checkpoint()

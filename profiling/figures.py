@@ -1,6 +1,6 @@
 """`python -m profiling.figures [FOLDER]`: draws where a step's time goes (`grpo-curves.json`).
 
-Rewards, strategies and accept lengths are in the plots and the report of a run.
+Rewards, strategies and accept lengths are in the report of a run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from driver.records.plots import PHASE_COLORS, new_figure
+from driver.report.figures import PHASE_COLORS, new_figure
 from profiling.rig.results import RESULTS, TARGETS_CARD
 
 SOURCE, FIGURE = "grpo-curves.json", "figures/grpo-parts.png"

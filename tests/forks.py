@@ -24,7 +24,7 @@ GRACE_S = (2, 30)  # for a rank to stop after SIGTERM, and after a second one, w
 
 # A CUDA build of torch crashes in a fork of a process that has imported it.
 context = multiprocessing.get_context("forkserver" if torch.version.cuda is None else "spawn")
-context.set_forkserver_preload(["driver.train", "driver.records.plots", __name__])
+context.set_forkserver_preload(["driver.train", "driver.report.page", __name__])
 
 
 def run_ranks(
@@ -102,8 +102,8 @@ def _rank(script: str, argv: list[str], log: Path, environment: dict[str, str]) 
     os.dup2(file, 2)
     faulthandler.enable()
     sys.argv = ["script", *argv]
-    if plots := sys.modules.get("driver.records.plots"):
-        plots.save = lambda figure, path: None  # as in tests/driver/conftest.py
+    if page := sys.modules.get("driver.report.page"):
+        page.write_page = lambda folders, out: None  # as in tests/driver/conftest.py
     try:
         exec(compile(script, "script", "exec"), {"__name__": "__main__"})
     except Exception:

@@ -16,7 +16,7 @@ TRAIN = """Train a policy by GRPO with speculative rollouts.
 
 Each step: rollouts with speculation, rewards, one GRPO update, new weights into the engine. The
 spot trainer trains the drafter in time that the tail of each rollout leaves idle. Everything is
-kept under runs/<name>: metrics, samples, checkpoints, figures, summary.
+kept under runs/<name>: metrics, samples, checkpoints, report, summary.
 
 With --dry-run: print the memory that the run would take, and run nothing; then
 model.path may be a folder with only a config.json. A run on a card is refused by the same

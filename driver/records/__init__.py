@@ -1,1 +1,1 @@
-"""The files of a run: folder, metrics, checkpoints, timeline, plots, progress."""
+"""The files of a run: folder, metrics, checkpoints, timeline, progress."""

@@ -57,8 +57,8 @@ class RunFolder:
 
     The folder contains `metrics.jsonl` (one object for each step), the same values under
     `tensorboard/`, `rollouts.jsonl`, `samples.jsonl` and `samples.txt`, `config.yaml`,
-    `summary.json`, `trace.json`, `checkpoints/step-NNNNNN/` and `plots/`. A run with a KL term and
-    a warm-up also has `reference/`, a resumed one `trace-<step>.json` of the process before.
+    `summary.json`, `trace.json`, `checkpoints/step-NNNNNN/` and `report.html`. A run with a KL term
+    and a warm-up also has `reference/`, a resumed one `trace-<step>.json` of the process before.
     Methods that write raise a UserError if the disk is full or unwritable.
 
     Args:
@@ -85,7 +85,6 @@ class RunFolder:
     def _open(self, config: Config) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.path)  # two processes would mix their records
-        (self.path / "plots").mkdir(exist_ok=True)
         run_checkpoint.clean_checkpoints(self.checkpoints)
         self.resumed = run_checkpoint.latest_checkpoint(self.checkpoints)
         done = self.resumed.step if self.resumed else -1

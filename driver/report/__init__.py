@@ -28,12 +28,8 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if len(args.runs) > MAX_RUNS:
         raise UserError(f"{len(args.runs)} runs: at most {MAX_RUNS} fit side by side; name fewer")
-    from ..common.storage import write_text  # here: a help text needs none of them
-    from .data import read_run
-    from .page import render
+    from .page import write_page  # here: a help text does not need it
 
     out = args.out or args.runs[0] / "report.html"
-    # Half a surrogate pair, from a response cut in the middle, becomes a question mark.
-    page = render(list(map(read_run, args.runs))).encode("utf-8", errors="replace")
-    write_text(out, page.decode("utf-8"))
+    write_page(args.runs, out)
     sys.stdout.write(f"wrote {out} ({out.stat().st_size / 1e6:.2f} MB)\n")

@@ -12,10 +12,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from ..common.storage import write_text
 from ..config.strategy import Strategy
-from ..records.plots import strategy_colors
 from . import figures
-from .data import Record, RunData, is_number
+from .data import Record, RunData, is_number, read_run
 
 ENDS = 5  # steps averaged at each end of a run
 MAX_TEXT = 3000  # characters of a prompt or a response
@@ -47,6 +47,17 @@ MEMORY = {
     "perf/max_memory_resident_gb": "peak resident memory (GB)",
     "perf/max_memory_allocated_gb": "peak of the card, allocated (GB)",
 }
+
+
+def write_page(folders: Sequence[Path], out: Path) -> None:
+    """Writes the page of one run folder, or of several side by side.
+
+    Raises:
+        UserError: a folder contains no run, or the page cannot be written.
+    """
+    # Half a surrogate pair, from a response cut in the middle, becomes a question mark.
+    page = render(list(map(read_run, folders))).encode("utf-8", errors="replace")
+    write_text(out, page.decode("utf-8"))
 
 
 def render(runs: Sequence[RunData]) -> str:
@@ -113,7 +124,7 @@ def _arms(run: RunData) -> list[tuple[str, str, list[dict[str, Any] | None]]]:
         best = speed == fastest[bucket]
         return {"bucket": bucket, "pulls": pulls, "speed": speed, "tint": tint, "best": best}
 
-    colors = strategy_colors(name for _, name in arms)
+    colors = figures.strategy_colors(name for _, name in arms)
     return [(name, color, [cell(b, name) for b in buckets]) for name, color in colors.items()]
 
 

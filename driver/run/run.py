@@ -63,8 +63,6 @@ class Run:
     evaluations: dict[int, float] = field(default_factory=dict)  # step -> held-out accuracy
     tokens: int = 0  # emitted in training rollouts
     target_passes: int = 0
-    trace: list[tuple[float, int, str]] = field(default_factory=list)  # of the last rollout
-    lengths: list[int] = field(default_factory=list)  # responses of the last rollout
     correct: list[int] = field(default_factory=list)  # lengths of all correct responses
     consistent: bool = True  # False from the start of an update until the engine has its weights
     bad_updates: int = 0  # in a row, whose loss or gradient was not finite
@@ -178,9 +176,8 @@ class Run:
         stats = self.collector.stats
         self.tokens += stats.emitted
         self.target_passes += stats.target_passes
-        self.trace = [*stats.trace, (stats.elapsed_s, 0, str(OFF))]
-        self.lengths = [len(r.token_ids) for r in step.responses]
-        self.correct += [n for n, r in zip(self.lengths, step.rewards, strict=True) if r >= 1.0]
+        lengths = [len(r.token_ids) for r in step.responses]
+        self.correct += [n for n, r in zip(lengths, step.rewards, strict=True) if r >= 1.0]
         metrics = {**metrics, **stats.metrics(), **self.rollout.bandit.metrics()}
         metrics |= self.rollout.engine.metrics() | self._answer_metrics(step)
         metrics["perf/throughput"] = stats.emitted / max(stats.elapsed_s, 1e-9)
@@ -196,7 +193,8 @@ class Run:
             metrics["ranks/handed_over"] = float(stats.adopted)
         self.last_metrics = metrics | self.phases.end_step(self.step)
         if self.folder is not None:
-            self.folder.log_rollout(self.step, self.lengths, self.trace)
+            trace = [*stats.trace, (stats.elapsed_s, 0, str(OFF))]
+            self.folder.log_rollout(self.step, lengths, trace)
             self.folder.log_samples(self.step, self._samples(step))
             self.folder.log_step(self.step, self.last_metrics)
         self.phases.add("log", time.perf_counter() - begin)

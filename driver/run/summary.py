@@ -1,4 +1,4 @@
-"""The summary of a finished run: summary.json, figures, closing lines."""
+"""The summary of a finished run: summary.json, closing lines."""
 
 from __future__ import annotations
 
@@ -74,24 +74,6 @@ def _ends(values: list[float]) -> dict[str, float | None]:
     return {name: _over(statistics.mean, part) for name, part in parts.items()}
 
 
-def write_plots(run: Run) -> None:
-    """The figures of the run folder."""
-    from ..records import plots  # here: matplotlib takes half a second to import
-
-    folder = _folder(run)
-    records = read_jsonl(folder.path / "metrics.jsonl")
-    figures = {
-        "reward": plots.plot_rewards(records),
-        "accept_length": plots.plot_accept_length(records),
-        "step_times": plots.plot_step_times(records),
-    }
-    if run.lengths:  # a run resumed at its end keeps the figures of its last rollout
-        figures["lengths"] = plots.plot_lengths(run.lengths, run.config.sampling.max_new_tokens)
-        figures["active"] = plots.plot_active(run.trace)
-    for name, figure in figures.items():
-        plots.save(figure, folder.path / "plots" / f"{name}.png")
-
-
 def _folder(run: Run) -> RunFolder:
     assert run.folder is not None  # only the first rank writes a summary
     return run.folder
@@ -123,7 +105,7 @@ def summary_lines(run: Run) -> list[str]:
             name = key.removeprefix("spec/arm/").removesuffix("/pulls")
             rate = arms[key.removesuffix("pulls") + "reward"]
             lines.append(f"  {name:<28} {arms[key]:>7}   {rate:>8.0f}")
-    return [*lines, f"see {_folder(run).path}/ (summary.json, metrics.jsonl, plots, samples.txt)"]
+    return [*lines, f"see {_folder(run).path}/ (report.html, summary.json, samples.txt)"]
 
 
 def _time_lines(step_s: dict[str, float], wall_s: dict[str, float]) -> list[str]:

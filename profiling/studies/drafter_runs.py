@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from driver.records.phases import StepTimes
-from driver.records.plots import ACCEPT_LENGTH
 from profiling.rig.bench import Bench
 from profiling.studies.grpo_arms import ArmRun, identical_steps
 from profiling.studies.grpo_runs import folder_of
@@ -87,7 +86,7 @@ def adaptive_over_frozen(bench: Bench, runs: Path) -> None:
 
 def _last_mean(records: Sequence[Mapping[str, Any]]) -> float:
     """Accept length of the last steps; 1 without speculation."""
-    found = [a for r in records[-LAST_STEPS:] if (a := r.get(ACCEPT_LENGTH)) is not None]
+    found = [a for r in records[-LAST_STEPS:] if (a := r.get("spec/accept_length")) is not None]
     return statistics.fmean(found) if found else 1.0
 
 

@@ -14,7 +14,7 @@ from driver.config.strategy import (
 )
 from driver.model.fetch import SMOLLM2_CONFIG
 from driver.model.spec import ModelSpec
-from driver.records.plots import strategy_colors
+from driver.report.figures import strategy_colors
 from driver.rollout.plan import Cell, GraphCost
 from driver.rollout.proposers import make_proposers
 

@@ -86,7 +86,6 @@ def test_samples_summary_and_config_are_written(tmp_path):
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",
-        "plots",
         "rollouts.jsonl",
         "samples.jsonl",
         "samples.txt",

@@ -135,6 +135,7 @@ def test_step_bars_hold_the_whole_step_without_the_start(tmp_path):
     assert "gen 67%" in drawn and "other 33%" in drawn
 
 
+@pytest.mark.figures
 def test_the_command_writes_beside_the_run_and_names_what_is_no_run(tmp_path, capsys):
     folder = write_run(tmp_path / "a")
     report.main([str(folder)])
