@@ -84,6 +84,7 @@ FAMILIES = {
 
 # What other well-known families need and the engine does not have.
 NEEDS = {
+    "DeepseekV3ForCausalLM": "routed experts and latent attention",
     "Exaone4ForCausalLM": "norms after each part, and sliding windows",
     "GemmaForCausalLM": "GeGLU, scaled embeddings and norms that add 1 to their weight",
     "Gemma2ForCausalLM": "soft caps, sliding windows and norms after each part",
@@ -92,10 +93,12 @@ NEEDS = {
     "GptOssForCausalLM": "routed experts, sliding windows and attention sinks",
     "GraniteForCausalLM": "multipliers of embeddings, scores, residuals and logits",
     "Ministral3ForCausalLM": "queries that are scaled by their position",
+    "Llama4ForCausalLM": "routed experts and chunked attention",
     "MixtralForCausalLM": "routed experts",
     "Olmo2ForCausalLM": "norms after each part, and of queries and keys over all heads",
     "Olmo3ForCausalLM": "sliding windows, and the norms of Olmo2ForCausalLM",
     "Qwen3MoeForCausalLM": "routed experts",
+    "Qwen3NextForCausalLM": "linear attention and routed experts",
     "Qwen3_5ForCausalLM": "linear attention",
     "SeedOssForCausalLM": "more than 8 query heads for a key-value head on a GPU",
 }
@@ -114,5 +117,6 @@ def family_of(name: str) -> Family:
 
 def unsupported(name: str) -> str:
     """One line that refuses a class in transformers, with what it would need."""
-    needs = f": it needs {NEEDS[name]}" if name in NEEDS else ""
+    text = name.replace("ForConditionalGeneration", "ForCausalLM")  # with images, for instance
+    needs = f": it needs {NEEDS[text]}" if text in NEEDS else ""
     return f"architecture {name} is not supported{needs}; there are {', '.join(FAMILIES)}"

@@ -15,7 +15,6 @@ from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec
 from ..rollout.request import Request, SamplingParams
 from ..session.load import end_ids
-from ..session.parts import check_kernels
 from ..tasks import Split, Task
 
 PROMPT_SAMPLE = 512  # prompts of a generated task whose lengths are checked
@@ -78,13 +77,11 @@ def check_context(
 
 
 def check_engine(config: Config, spec: ModelSpec, prompt_len: int) -> None:
-    """Rejects an engine that cannot run the model or its longest prompt, before the warm-up starts.
+    """Rejects an engine that cannot run the longest prompt, before the warm-up starts.
 
     Raises:
-        UserError: the card's kernels do not take the model's shape, or `engine.max_len` or
-            `engine.num_pages` is too small.
+        UserError: `engine.max_len` or `engine.num_pages` is too small.
     """
-    check_kernels(config, spec)
     engine, params = config.engine, SamplingParams(max_new_tokens=config.sampling.max_new_tokens)
     longest = Request(0, 0, (0,) * prompt_len, params)
     longest.check(

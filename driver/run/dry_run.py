@@ -17,6 +17,7 @@ from ..config.options import read_dry_run
 from ..model.fetch import is_smollm2, model_folder, smollm2_folder
 from ..model.spec import ModelSpec
 from ..session.load import TOKENIZER_FILES, load_tokenizer
+from ..session.parts import check_kernels
 from ..tasks import make_task
 from .assemble import check_context, check_engine, check_prompts, check_ranks, prompt_encoder
 from .fit import as_words, changed, check_fits, decided, faster, fits, fitting, memory_gb
@@ -71,6 +72,7 @@ def check_run(config: Config, folder: Path | None, ranks: int = 1) -> tuple[Conf
             kernels of its card, or the memory of the host.
     """
     spec = policy_spec(config, folder)
+    check_kernels(config, spec)
     shape = RunShape(spec, longest_prompt(config, folder, spec), ranks)
     check_engine(config, spec, shape.prompt_len)
     limit_gb = memory_gb(config.run.device)
@@ -91,6 +93,7 @@ def run_shape(
         prompt_tokens: of the longest prompt; 0 = by the tokenizer, else `PROMPT_TOKENS`.
     """
     spec = policy_spec(config, folder)
+    check_kernels(config, spec)  # no shorter prompt makes such a model run
     if not prompt_tokens:
         if folder is None or any((folder / name).exists() for name in TOKENIZER_FILES):
             prompt_tokens = longest_prompt(config, folder, spec)

@@ -61,6 +61,7 @@ SHORT = [  # of the 7B, with the memory of the whole step
 ]
 FEW_GRAPHS = "engine.strategies=off learned:4,1,5"
 ARMS = ["ngram:6,1,7", "oracle:4,1,5"]
+GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are all different
 LONGEST, STEP_TOKENS = 32_768, 64 * 4096  # of a target
 PARTS = ("gen", "update_actor", "update_weights", "free_pages")  # of a step
 
@@ -76,7 +77,7 @@ class Long:
 
 
 class Scored:
-    """A task whose rewards differ in every group: without a gradient a response is not trained."""
+    """A task whose rewards all differ: a response with the mean of its group is not trained."""
 
     def __init__(self) -> None:
         self.scored = itertools.count()
@@ -85,7 +86,7 @@ class Scored:
         return f"{index % 89} + {index % 97} ="
 
     def reward(self, prompt: str, response: str, answer: str) -> float:
-        return next(self.scored) % 7 / 7
+        return next(self.scored) * GOLDEN % 1
 
 
 def options(words: Sequence[str]) -> argparse.Namespace:

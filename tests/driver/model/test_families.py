@@ -73,8 +73,9 @@ def test_what_other_models_of_phi3_s_class_have_is_refused_by_name(changes, matc
 
 @pytest.mark.parametrize(
     "kind",
-    ["cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "granite", "mamba2",
-     "ministral3", "mixtral", "olmo2", "olmo3", "qwen3_moe", "seed_oss"],
+    ["cohere2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_oss",
+     "granite", "llama4_text", "mamba2", "ministral3", "mixtral", "olmo2", "olmo3", "qwen3_moe",
+     "qwen3_next", "seed_oss"],
 )  # fmt: skip
 def test_a_folder_of_another_family_is_one_line(kind, tmp_path):
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
@@ -87,6 +88,13 @@ def test_a_folder_of_another_family_is_one_line(kind, tmp_path):
         check_checkpoint(tmp_path)
     with pytest.raises(UserError, match=wanted):
         dry_run([f"model.path={tmp_path}"], lambda line: None)
+
+
+def test_a_model_with_images_is_refused_for_what_its_text_model_needs():
+    for name in ("Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration"):
+        text = name.replace("ForConditionalGeneration", "ForCausalLM")
+        with pytest.raises(UserError, match=f"architecture {name} .*: it needs {NEEDS[text]}; th"):
+            family_of(name)
 
 
 def test_what_other_families_need_is_of_classes_that_exist():

@@ -173,6 +173,13 @@ def test_what_the_kernels_of_a_card_do_not_take_is_refused(tmp_path, shape, word
     dry_run.check_run(config, tmp_path)
 
 
+def test_what_no_shorter_response_would_mend_is_refused_first(tmp_path):
+    shape = {**QWEN2_7B, "hidden_size": 2688, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    with pytest.raises(UserError, match="model.path: head_dim is 96"):
+        dry_run.dry_run(["preset=7b", f"model.path={tmp_path}"], lambda line: None)
+
+
 @pytest.mark.parametrize("text", ["x", "{}", '{"architectures": ["GPT2LMHeadModel"]}'])
 def test_a_damaged_or_foreign_shape_is_one_line(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
