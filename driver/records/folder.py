@@ -199,10 +199,10 @@ class RunFolder:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, if it exists, without a last line that a crash cut off.
+    """The records of a log, if it exists, without a last line that a crash cut off.
 
     Raises:
-        UserError: a line in the middle is not a JSON object.
+        UserError: a line in the middle is not a JSON object with a step.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -215,8 +215,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except ValueError:
             record = None
-        if not isinstance(record, dict):
-            raise UserError(f"{path}:{number}: not a JSON object; fix or remove the line")
+        if not (isinstance(record, dict) and isinstance(record.get("step"), int)):
+            raise UserError(f"{path}:{number}: not a JSON object with a step; fix or remove it")
         records.append(record)
     return records
 

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from ..common.errors import UserError
+from ..common.errors import UserError, library_errors
 from ..records.folder import read_jsonl
 
 Record = dict[str, Any]
@@ -51,16 +51,21 @@ def read_run(path: Path) -> RunData:
         path: `runs/<name>`.
 
     Raises:
-        UserError: the folder contains no run, or a line of its files is damaged.
+        UserError: the folder contains no run, or its settings or a line of its logs are damaged.
     """
-    if not (path / "config.yaml").exists():
+    settings = path / "config.yaml"
+    if not settings.exists():
         raise UserError(f"{path}: contains no run; name a folder with config.yaml")
+    with library_errors(settings):
+        sections = yaml.safe_load(settings.read_text("utf-8"))
+    if not isinstance(sections, dict):
+        raise UserError(f"{settings}: must contain the sections of a run, got {sections!r}")
     records, rollouts, samples = (
         read_jsonl(path / f"{name}.jsonl") for name in ("metrics", "rollouts", "samples")
     )
     records = [{k: v if is_number(v) else None for k, v in r.items()} for r in records]
     run = RunData(path.resolve().name, path, records, rollouts, samples)
-    for section, values in yaml.safe_load((path / "config.yaml").read_text("utf-8")).items():
+    for section, values in sections.items():
         inner = values if isinstance(values, dict) else {"": values}
         run.config |= {f"{section}.{key}".rstrip("."): value for key, value in inner.items()}
     return run

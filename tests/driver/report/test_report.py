@@ -73,6 +73,22 @@ def test_a_run_that_goes_on_or_was_killed_has_a_page(tmp_path):
         read_run(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.yaml", "", "config.yaml: must contain the sections of a run, got None"),
+        ("config.yaml", "- run", r"must contain the sections of a run, got \['run'\]"),
+        ("config.yaml", "run: {", "config.yaml: cannot be used .ParserError"),
+        ("metrics.jsonl", '{"x": 1}\n', "metrics.jsonl:1: not a JSON object with a step"),
+    ],
+)
+def test_a_damaged_file_is_one_line(tmp_path, name, text, message):
+    folder = write_run(tmp_path / "a", steps=1)
+    (folder / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_run(folder)
+
+
 @pytest.mark.parametrize("value", [None, "x", True, [1], {"a": 1}, float("nan")])
 def test_values_of_another_kind_break_nothing(tmp_path, value):
     folder = write_run(tmp_path / "a", steps=2)
