@@ -33,9 +33,7 @@ from .run.summary import summary_lines, write_summary
 def train(config: Config, progress: Progress) -> Run:
     """Trains until the last step; returns the finished run, whose files are in `run.folder.path`.
 
-    Raises:
-        UserError: bad input, or a run folder that cannot be written.
-        Stopped: a signal ended the run; the last finished step is saved.
+    Raises UserError for bad input, and Stopped after a signal; the last finished step is saved.
     """
     stop = StopRequest()
     try:

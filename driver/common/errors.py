@@ -8,11 +8,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """One line that names the cause and the remedy; a traceback means a fault in this package.
-
-    Args:
-        message: the line, in which newlines become spaces.
-    """
+    """One line that names the cause and the remedy; a traceback means a fault in this package."""
 
     exit_code = 2
 
@@ -34,11 +30,7 @@ def library_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Turns any exception of a user's code into a UserError with its place.
-
-    Args:
-        what: the code did, for the message.
-    """
+    """Turns any exception of a user's code, which did `what`, into a UserError with its place."""
     try:
         yield
     except UserError:

@@ -30,9 +30,8 @@ class HostCopies:
     def take(self, state: Any) -> tuple[Any, Callable[[], None]]:
         """A copy of a state, valid until the next call, and a function that waits for it.
 
-        Args:
-            state: tensors, numbers, strings, None, and lists and dicts of these; those of a GPU
-                are copied on the current stream.
+        A state is tensors, numbers, strings, None, and lists and dicts of these; tensors of a GPU
+        are copied on the current stream.
         """
 
         def copied(path: Place, value: Tensor) -> Tensor:

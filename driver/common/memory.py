@@ -34,11 +34,7 @@ def peak_memory_gb() -> float:
 
 
 def memory_metrics(pages: ReleasableMemory) -> dict[str, float]:
-    """Peaks by the names in the metrics file, in 10^9 bytes.
-
-    Args:
-        pages: of the rollouts, which torch does not count.
-    """
+    """Peaks by the names in the metrics file, in 10^9 bytes; torch does not count the pages."""
     out = {"perf/max_memory_resident_gb": peak_memory_gb()}
     if torch.cuda.is_initialized():
         out[CARD_MEMORY] = pages.peak_bytes() / 1e9

@@ -67,8 +67,7 @@ class ReleasableMemory:
     def restore(self) -> None:
         """Allocates the memory again, filled with zeros.
 
-        Raises:
-            torch.OutOfMemoryError: the GPU has too little free memory.
+        Raises torch.OutOfMemoryError if the GPU has too little free memory.
         """
         if not self.released:
             return

@@ -26,9 +26,7 @@ Sink = Callable[..., None]
 class Spans:
     """Spans of one part of the system, each an NVTX range `tlt/<part>/<step>`.
 
-    Args:
-        part: for example "rollout".
-        sink: gets begin and end of each, by `time.perf_counter`; None: NVTX only.
+    `sink` gets begin and end of each, by `time.perf_counter`; None: NVTX only.
     """
 
     def __init__(self, part: str, sink: Sink | None = None) -> None:

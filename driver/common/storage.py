@@ -34,10 +34,9 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 class FolderLock:
-    """An exclusive lock on a folder until it is closed; nothing on a file system without locks.
+    """An exclusive lock on a folder until it is closed; UserError if another process holds it.
 
-    Raises:
-        UserError: another process holds the lock.
+    On a file system without locks it does nothing.
     """
 
     _handle: int | None = None
@@ -73,8 +72,7 @@ def user_path(text: str) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Replaces a file atomically: after a crash it holds either the old text or the new text.
 
-    Raises:
-        UserError: the file cannot be written.
+    Raises UserError if it cannot be written.
     """
     scratch = path.with_name(f".{path.name}.tmp")
     with storage_errors(path):

@@ -24,14 +24,10 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This rank's place in its group; by default a rank that holds the whole model.
+    """This rank's place in its group of consecutive ranks; by default it holds the whole model.
 
-    Attributes:
-        rank, size: of this rank in its group, and of the group.
-        world: all ranks; consecutive ones form a group.
-        group: the process group.
-        symmetric: whether GPUs of one host exchange data through memory that they share, if they
-            can; otherwise NCCL does.
+    `symmetric`: GPUs of one host exchange data through memory that they share, if they can;
+    otherwise NCCL does.
     """
 
     rank: int = 0
@@ -42,13 +38,7 @@ class TensorParallel:
 
     @staticmethod
     def of(world: World, size: int, symmetric: bool = True) -> TensorParallel:
-        """The group of this rank; a collective call.
-
-        Args:
-            world: all ranks.
-            size: ranks of a group, `engine.tensor_parallel`.
-            symmetric: see above.
-        """
+        """The group of this rank, of `size` ranks; a collective call."""
         check_group(world.size, size)
         if size == 1:
             return TensorParallel(world=world)

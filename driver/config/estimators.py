@@ -15,23 +15,13 @@ LossNorm = Literal["tokens", "constant"]
 
 @dataclass(frozen=True)
 class Estimator:
-    """How rewards become advantages, and the defaults that belong to it.
+    """How rewards become advantages, and the defaults that belong to it."""
 
-    Args:
-        baseline: mean reward of which responses is subtracted: the whole group, the other responses
-            of the group, or the whole batch.
-        scaled: whether the result is divided by the standard deviation of the group's rewards.
-        loss_norm: the loss is divided by the tokens of the minibatch, or by a constant: responses
-            times length limit.
-        clip_high: meaning of `grpo.clip_high=0`.
-        overlong_penalty: whether responses near the length limit lose reward.
-    """
-
-    baseline: Baseline
-    scaled: bool = False
-    loss_norm: LossNorm = "tokens"
-    clip_high: float = 0.2
-    overlong_penalty: bool = False
+    baseline: Baseline  # mean reward of the group, of its other responses, or of the batch
+    scaled: bool = False  # divided by the standard deviation of the group's rewards
+    loss_norm: LossNorm = "tokens"  # of the minibatch; or a constant: responses times length limit
+    clip_high: float = 0.2  # meaning of `grpo.clip_high=0`
+    overlong_penalty: bool = False  # responses near the length limit lose reward
 
     @property
     def needs_siblings(self) -> bool:

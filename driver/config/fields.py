@@ -26,13 +26,10 @@ def setting(
     high: float | None = None,
     words: Sequence[str | int] | None = None,
 ) -> Any:
-    """Declares a dataclass field with its meaning and its limits.
+    """Declares a dataclass field with meaning and limits; a list is copied for each instance.
 
-    Args:
-        default: the value; a list is copied for each instance.
-        meaning: what the field does, in one line, with its unit; `--help` prints it.
-        low, above, high: `value >= low`, `value > above`, `value <= high`; of each list item too.
-        words: the allowed values.
+    `meaning` is one line with the unit, which `--help` prints. `low`, `above` and `high` mean
+    `value >= low`, `value > above`, `value <= high`, of each list item too; `words` are all values.
     """
     metadata = {"meaning": meaning, "low": low, "above": above, "high": high, "words": words}
     if isinstance(default, list):
@@ -63,15 +60,9 @@ def field_types(kind: type[Section]) -> dict[str, Any]:
 
 
 def read_value(key: str, declared: Any, text: str) -> Any:
-    """Converts text to the type of a field; the section that takes the value checks its limits.
+    """Converts text to the type of a field: str, int, float, bool, or a list of one of them.
 
-    Args:
-        key: names the field in an error.
-        declared: str, int, float, bool, or a list of one of them.
-        text: of the value.
-
-    Raises:
-        UserError: the text is no such value.
+    The section that takes the value checks its limits. Raises UserError, which names `key`.
 
     Example:
         >>> read_value("grpo.lr", float, "1e-4"), read_value("bandit.buckets", list[int], "1,2,4")
@@ -93,10 +84,9 @@ def read_value(key: str, declared: Any, text: str) -> Any:
 
 
 def read_options(kind: type[Options], argv: Sequence[str]) -> Options:
-    """Fills a group of fields from `key=value` words; a later word wins.
+    """Fills a group of fields from `key=value` words; UserError for a wrong one.
 
-    Raises:
-        UserError: a word without `=`, an unknown key, a value of another type or out of its limits.
+    A later word wins.
     """
     types = field_types(kind)
     values = {}

@@ -66,14 +66,9 @@ class Config:
 def load_config(argv: Sequence[str], *, saved: bool = False) -> Config:
     """The checked configuration of a command line: defaults, then the preset, then other words.
 
-    Args:
-        argv: `key=value` words, among them `preset=NAME` or `preset=FILE.yaml`.
-        saved: the preset is the `config.yaml` of a run, perhaps of an earlier version: its keys
-            that are no longer settings are ignored with a warning.
-
-    Raises:
-        UserError: an unknown key or preset, a malformed word, a wrong type, or a value out of its
-            limits; one line that names the key.
+    Among the words may be `preset=NAME` or `preset=FILE.yaml`. With `saved` that is the
+    `config.yaml` of a run, perhaps of an earlier version: its keys that are no longer settings are
+    ignored with a warning. Raises UserError for any other wrong word: one line that names the key.
     """
     words = dict(split_word(word, "run.steps") for word in argv)
     preset = words.pop("preset", DEFAULT_PRESET)

@@ -16,25 +16,15 @@ MAX_DRAFTED = MAX_DRAFT_SLOTS - 1  # nodes drafted before selection, without the
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to draft. `driver/rollout/proposers.py` has a proposer for each.
+    """One way to draft. `driver/rollout/proposers.py` has a proposer for each."""
 
-    Attributes:
-        name: as configs, logs and metrics write it.
-        drafts: its strategies draft, and have numbers.
-        drafter: the trained drafter proposes.
-        lookup: tokens that followed the last ones in other rows of the prompt are proposed.
-        launches: of kernels for that lookup in a pass, at most.
-        in_config: a configuration may name it.
-        colors: of its smallest and of its largest tree in charts.
-    """
-
-    name: str
-    drafts: bool = True
-    drafter: bool = False
-    lookup: bool = False
-    launches: int = 0
-    in_config: bool = True
-    colors: tuple[str, str] = ("#c9ccd1", "#c9ccd1")
+    name: str  # as configs, logs and metrics write it
+    drafts: bool = True  # its strategies draft, and have numbers
+    drafter: bool = False  # the trained drafter proposes
+    lookup: bool = False  # tokens that followed the last ones in other rows are proposed
+    launches: int = 0  # of kernels for that lookup in a pass, at most
+    in_config: bool = True  # a configuration may name it
+    colors: tuple[str, str] = ("#c9ccd1", "#c9ccd1")  # in charts: smallest and largest tree
 
     @property
     def form(self) -> str:
@@ -62,15 +52,7 @@ class Strategy:
 
     `hybrid` drafts like `learned`. If the last tokens of a request occur elsewhere in rows of its
     prompt, its tree is replaced by what followed them there, one chain of `num_verify` rows.
-
-    Args:
-        kind: name of one of `KINDS`.
-        depth: levels drafted, at most 16 (0 for off).
-        top_k: nodes kept per level (0 for off), at most 128; `depth * top_k` is at most 255.
-        num_verify: rows sent to the target, root included, at most 128 (1 for off).
-
-    Raises:
-        UserError: a value outside these limits.
+    Numbers outside the limits, such as `depth * top_k` above 255, raise a UserError.
 
     Example:
         >>> Strategy.parse("learned:8,4,32")
@@ -79,10 +61,10 @@ class Strategy:
         'ngram:4,1,5'
     """
 
-    kind: str
-    depth: int = 0
-    top_k: int = 0
-    num_verify: int = 1
+    kind: str  # name of one of `KINDS`
+    depth: int = 0  # levels drafted, at most 16 (0 for off)
+    top_k: int = 0  # nodes kept per level, at most 128 (0 for off)
+    num_verify: int = 1  # rows sent to the target, root included, at most 128 (1 for off)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -131,12 +113,8 @@ class Strategy:
     def parse(cls, text: str, *others: Kind) -> Strategy:
         """Reads "off" or "kind:depth,top_k,num_verify", the text that `str()` gives.
 
-        Args:
-            text: as in configs, logs and metrics.
-            others: kinds that are allowed besides those of a configuration.
-
-        Raises:
-            UserError: malformed text or a value outside the limits.
+        `others` are kinds that are allowed besides those of a configuration. Raises UserError for
+        malformed text or a value outside the limits.
         """
         text = text.strip()
         if text == PLAIN.name:

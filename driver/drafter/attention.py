@@ -30,17 +30,11 @@ _flash_backward = torch.ops.aten._flash_attention_backward
 
 @dataclass(frozen=True)
 class Segments:
-    """Boundaries of the pieces in a packed row.
+    """Boundaries of the pieces in a packed row."""
 
-    Attributes:
-        offsets: int32 [D + 1], rising, on the device of the rows; the last ones may be equal.
-        longest: upper bound of the length of a piece.
-        lengths: of the pieces; () if the host does not know them (a captured step reads `offsets`).
-    """
-
-    offsets: Tensor
-    longest: int
-    lengths: tuple[int, ...] = ()
+    offsets: Tensor  # int32 [D + 1], rising, on the device; the last ones may be equal
+    longest: int  # upper bound of the length of a piece
+    lengths: tuple[int, ...] = ()  # (): not known to the host; a captured step reads `offsets`
 
     @staticmethod
     def of(lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Segments:

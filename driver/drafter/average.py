@@ -11,7 +11,7 @@ from ..model.drafter import Drafter
 
 
 class WeightAverage:
-    """Exponential moving average of the trained weights.
+    """Exponential moving average of the trained weights; with `horizon=0` the weights themselves.
 
     The spot trainer never lowers its learning rate, since the policy keeps moving, and its batches
     are small, so the weights fluctuate around the optimum and draft worse than their mean. Step t
@@ -19,9 +19,6 @@ class WeightAverage:
 
     Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992); the
     warm-up is that of tf.train.ExponentialMovingAverage.
-
-    Args:
-        horizon: steps; 0 = no average, the weights themselves.
     """
 
     def __init__(self, drafter: Drafter, horizon: int) -> None:
@@ -34,9 +31,8 @@ class WeightAverage:
     def update(self, step: Tensor, skipped: Tensor) -> None:
         """Adds the current weights, without reading a number on the host.
 
-        Args:
-            step: float32 [], finite steps so far, this one included.
-            skipped: float32 [], 1 = the step changed nothing, and the average must not either.
+        `step` is float32 [], finite steps so far, this one included; `skipped` float32 [], 1 = the
+        step changed nothing, and the average must not either.
         """
         if not self.horizon:
             return
@@ -49,10 +45,7 @@ class WeightAverage:
         return {**self.drafter.state_dict(), **self.values}
 
     def load(self, drafted: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
-        """Loads in place a drafter's state with averaged weights, and the trained weights.
-
-        The latter are {} for a drafter without an average.
-        """
+        """Loads in place averaged weights, and the trained ones, {} without an average."""
         self.drafter.load_state_dict({**drafted, **trained})
         for name, value in self.values.items():
             value.copy_(drafted[name] if self.horizon else self.trained[name])

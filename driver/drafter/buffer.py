@@ -63,16 +63,11 @@ class Document:
 
 
 def generated_run(count: int, tools: Iterable[tuple[int, int]]) -> Tensor | None:
-    """The field `generated` of a document.
+    """The field `generated` of a document, int64 [count - 2]; None if no tool wrote a token.
 
     A draft ends where a tool writes, so no entry is trained to draft a tool's token or past one.
-
-    Args:
-        count: tokens of the document.
-        tools: half-open ranges of them that tools wrote, in order.
-
-    Returns:
-        int64 [count - 2], or None without ranges. The target of entry t is token t + 2.
+    `tools` are half-open ranges of the `count` tokens, in order; the target of entry t is token t +
+    2.
 
     Example:
         >>> generated_run(9, [(5, 7)])
@@ -105,17 +100,10 @@ class DataBuffer:
     documents of the previous step and the rest from this step, in random order and in pieces as
     long as the batch allows.
 
-    Of a response with more than `longest` tokens, a range at a random place is stored (`window`).
-
-    Adding never blocks. When the buffer is full, the oldest document of the step is dropped, which
-    is reported once. Documents of the previous step are dropped last.
-
-    Args:
-        capacity: tokens held on the device that recorded them.
-        keep_long: share of the capacity, and of each batch, given to the previous step.
-
-    Attributes:
-        longest: tokens of a document that the buffer holds and can keep for the next step.
+    Of a response with more than `longest` tokens, what the buffer can keep for the next step, a
+    range at a random place is stored (`window`). Adding never blocks. When the buffer has
+    `capacity` tokens, the oldest document of the step is dropped, which is reported once; those of
+    the previous step are dropped last.
     """
 
     def __init__(self, capacity: int, keep_long: float, seed: int) -> None:
@@ -133,11 +121,9 @@ class DataBuffer:
             return sum(map(len, self.fresh)) + sum(map(len, self.kept))
 
     def window(self, count: int, request: int) -> tuple[int, int]:
-        """The range of tokens of a response that is stored.
+        """The range that is stored of a response with `count` tokens, prompt included.
 
-        Args:
-            count: tokens of the prompt and the response.
-            request: id, which determines the place; all places are equally likely.
+        The id of the request determines the place; all places are equally likely.
         """
         room = max(0, count - self.longest)
         start = random.Random(f"{self.seed}/window/{request}").randint(0, room)
@@ -198,16 +184,10 @@ class DataBuffer:
             self.fresh, self.kept = [], []
 
     def sample(self, tokens: int, draw: int, most: int = 1 << 30) -> list[Piece]:
-        """Draws a training batch.
+        """Draws a training batch of `tokens` entries, fewer if the buffer holds fewer.
 
-        Args:
-            tokens: entries; fewer if the buffer holds fewer.
-            draw: number of the batch. The same number draws the same pieces from the same
-                documents, so a resumed run needs no generator state.
-            most: largest number of pieces.
-
-        Returns:
-            Pieces, at most one of each document; [] if the buffer is empty.
+        Returns at most `most` pieces, at most one of each document. The same number `draw` draws
+        the same pieces from the same documents, so a resumed run needs no generator state.
         """
         generator = random.Random(f"{self.seed}/{draw}")
         with self.lock:

@@ -23,11 +23,8 @@ class DraftCheckpoints:
     """Writes states atomically, from a separate thread.
 
     `save` copies the tensors (on a GPU into pinned memory, enqueued on the current stream) and
-    returns. It skips a checkpoint while the previous one is being written. Errors of the thread
-    become warnings in `collect`; training and rollout go on.
-
-    Attributes:
-        stall_s: seconds of the longest `save`.
+    returns; `stall_s` is the longest time it took. It skips a checkpoint while the previous one is
+    being written. Errors of the thread become warnings in `collect`; training and rollout go on.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -38,11 +35,7 @@ class DraftCheckpoints:
         self._writes: list[Future[None]] = []  # since the last `collect`; one runs at a time
 
     def save(self, state: Callable[[], Mapping[str, Any]], step: int) -> bool:
-        """Copies a state of tensors and plain values, and starts writing it.
-
-        Returns:
-            False if it was skipped, since the previous one is still being written.
-        """
+        """Copies a state of tensors and plain values and starts to write it; False if skipped."""
         begin = time.perf_counter()
         if self._writes and not self._writes[-1].done():
             return False
@@ -88,10 +81,9 @@ class DraftCheckpoints:
                 path.unlink()
 
     def latest(self) -> tuple[int, dict[str, Any]] | None:
-        """Step and state of the newest readable checkpoint.
+        """Step and state of the newest readable checkpoint; warns of a damaged one.
 
-        Partly written files of a killed process are removed; a damaged file is skipped with a
-        warning.
+        Partly written files of a killed process are removed.
         """
         for scratch in self.folder.glob(".new-step-*"):
             scratch.unlink(missing_ok=True)

@@ -46,10 +46,7 @@ class Coordinator:
     def finished(self) -> None:
         """Trains with the other idle ranks until all ranks have finished their rollouts.
 
-        Call on every rank after its rollout.
-
-        Raises:
-            UserError: a rank was lost.
+        Call on every rank after its rollout; raises UserError if a rank was lost.
         """
         self.world.enter(WAITS)
         self._idle_since = time.monotonic()

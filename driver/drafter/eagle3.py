@@ -33,14 +33,10 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 def drafter_config(
     shape: DraftSpec, target: Mapping[str, Any], layers: Sequence[int], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The `config.json` of a drafter.
+    """The `config.json` of a drafter; UserError if a server cannot represent its layers.
 
-    Args:
-        target: the policy's `config.json`, which gives the RoPE settings and the context length.
-        layers: of the target whose outputs feed the drafter, counted from 0.
-
-    Raises:
-        UserError: a server cannot represent the layers.
+    The policy's `config.json`, `target`, gives the RoPE settings and the context length. `layers`
+    of the target, counted from 0, are those whose outputs feed the drafter.
     """
     if list(layers) != sorted(set(layers)):
         raise UserError(
@@ -84,14 +80,7 @@ def config_of_state(
 
 
 def write_drafter(folder: Path, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Writes weights and configuration.
-
-    Args:
-        config: from `drafter_config`.
-
-    Raises:
-        UserError: the files could not be written.
-    """
+    """Writes weights and the configuration of `drafter_config`; UserError if that fails."""
     dtype = getattr(torch, config["torch_dtype"])
     tensors = {
         name: (value.to(dtype) if value.is_floating_point() else value).contiguous()

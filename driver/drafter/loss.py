@@ -41,11 +41,8 @@ class Teacher:
 class Teachers:
     """The current policy and the previous one, whose documents are kept for one step.
 
-    Captured steps read these tensors, so they are updated in place.
-
-    Args:
-        norm: [H], the final norm of the target, which updates it in place.
-        head: [draft_vocab, H], the head of the drafter, updated in place too.
+    Captured steps read these tensors, so they are updated in place: `norm` [H], the final norm of
+    the target, and `head` [draft_vocab, H], that of the drafter.
     """
 
     def __init__(self, norm: Tensor, head: Tensor) -> None:

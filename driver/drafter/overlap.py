@@ -23,13 +23,9 @@ LEAST_DUTY = 0.05  # a duty cycle below this trains almost nothing
 class OverlapTuner:
     """Measures and chooses the placement of a spot trainer's steps.
 
-    Args:
-        decode: runs plain decode passes while no request runs; returns seconds per pass, or None
-            if passes are not captured yet.
-
-    Attributes:
-        measured: every candidate.
-        serial_step_s: seconds of a step on the whole GPU.
+    `decode` runs plain passes while no request runs; it returns seconds per pass, or None if passes
+    are not captured yet. `measured` has every candidate, `serial_step_s` the seconds of a step on
+    the whole GPU.
     """
 
     def __init__(self, spot: SpotTrainer, decode: Callable[[], float | None]) -> None:
@@ -82,10 +78,8 @@ class OverlapTuner:
         """Times training steps during decoding, in partitions of each size.
 
         The steps of each size are short enough for a stop. The size that would train most within
-        the budget, a slowdown, is then measured again at duty cycles that keep to it.
-
-        Raises:
-            RuntimeError: partitions are not supported, or training failed.
+        the budget, a slowdown, is then measured again at duty cycles that keep to it. Raises
+        RuntimeError if partitions are not supported, or training failed.
         """
         spot, device = self.spot, self.spot.target.device
         spot.attempt()  # captures the graph

@@ -57,15 +57,10 @@ class Overlap:
 def choose_overlap(
     measured: Sequence[Overlap], serial_per_s: float, budget: float
 ) -> Overlap | None:
-    """The best way to train during the tail, or None if training between passes is better.
+    """The fastest way to train during the tail, or None if training between passes is better.
 
-    Args:
-        serial_per_s: tokens per second of steps on the whole GPU, while the tail waits.
-        budget: slowdown allowed, for example 1.06.
-
-    Returns:
-        The fastest of the candidates that keep to the budget, stop within `STOP_S`, and train more
-        tokens per delay than serial steps do.
+    It keeps to the `budget`, a slowdown such as 1.06, stops within `STOP_S`, and trains more tokens
+    per delay than steps on the whole GPU, `serial_per_s` tokens a second while the tail waits.
     """
     good = [
         o
@@ -78,8 +73,7 @@ def choose_overlap(
 class Partition:
     """A CUDA green context: multiprocessors (the driver may round up), and a stream on them only.
 
-    Raises:
-        RuntimeError: torch or the driver does not support green contexts.
+    Raises RuntimeError if torch or the driver does not support green contexts.
     """
 
     def __init__(self, sms: int, device: torch.device) -> None:

@@ -50,10 +50,7 @@ class Decision:
 
 
 def change(before: Sequence[Measured], after: Sequence[Measured]) -> float | None:
-    """Relative change of the accept length, a mean over arms by their passes in `after`.
-
-    None: no arm ran in both.
-    """
+    """Relative change of the accept length, a mean over arms by their passes in `after`."""
 
     def accept(window: Sequence[Measured]) -> dict[str, float]:
         arms = {arm for m in window for arm in m.passes}
@@ -74,10 +71,8 @@ def decide(trains: bool, history: Sequence[Measured]) -> Decision:
 
     An accept length that is higher by a share saves about this share of the passes' seconds, in
     each of `PAYBACK` rollouts. While the drafter trains, its growth from window to window counts.
-    While it rests, what was lost since the last window of training counts.
-
-    Args:
-        history: rollouts since training began, or the last `WINDOW` of training and those since.
+    While it rests, what was lost since the last window of training counts. `history` has the
+    rollouts since training began, or the last `WINDOW` of training and those since.
     """
     if len(history) < 2 * WINDOW:
         return Decision(trains)

@@ -34,10 +34,7 @@ class Bin:
 
     On the CPU only the rows in use are computed. On a GPU all rows are, or a fixed number of them,
     so that one captured step serves every batch. Lengths, positions and ids reach the device as
-    arrays, never as launch arguments.
-
-    Args:
-        in_flight: largest number of steps enqueued.
+    arrays, never as launch arguments. Up to `in_flight` steps are enqueued.
     """
 
     def __init__(self, tokens: int, target: TargetModel, in_flight: int = IN_FLIGHT) -> None:
@@ -147,15 +144,10 @@ class Bin:
 
 
 class DraftStep:
-    """Loss, gradients and update over a `Bin`.
+    """Loss, gradients and update over a `Bin`; half precision runs under autocast.
 
-    A step whose gradient is not finite changes nothing; the device decides this.
-
-    Args:
-        drafter: the trained module, float32; half precision runs under autocast.
-        teachers: the policies that recorded them.
-        unroll: unroll steps of the loss.
-        horizon: steps over which weights are averaged; 0 = no average.
+    A step whose gradient is not finite changes nothing; the device decides this. Weights are
+    averaged over `horizon` steps; 0 = no average.
     """
 
     def __init__(

@@ -38,10 +38,7 @@ class StepThread:
         return threading.current_thread() is self.thread
 
     def start(self, stream: torch.cuda.Stream | None, duty: float = 1.0) -> None:
-        """Starts the thread, on a stream or on the CPU.
-
-        `duty` is the share of the time in which it makes steps; it rests for the remainder.
-        """
+        """Starts the thread, on a stream or on the CPU; it makes steps for a share of the time."""
         self._stop.clear()
         self.thread = threading.Thread(
             target=self._work, args=(stream, duty), name="spot-trainer", daemon=True

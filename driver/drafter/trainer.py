@@ -237,14 +237,10 @@ class SpotTrainer(RolloutObserver):
     # ---- training -------------------------------------------------------------------------------
 
     def micro_step(self, reduce: Reduce | None = None) -> bool:
-        """One optimizer step on a packed batch.
+        """One optimizer step on a packed batch; False if there is no data yet.
 
-        Args:
-            reduce: averages the gradients over a group of ranks in place and returns the number of
-                tokens in the group's batches; this rank takes part even without data.
-
-        Returns:
-            False if there is no data yet.
+        `reduce` averages the gradients over a group of ranks in place and returns the number of
+        tokens in the group's batches; with it this rank takes part even without data.
         """
         begin = time.perf_counter()
         self.reports.read(self._in_flight - 1)

@@ -29,13 +29,9 @@ FLOATS = ("F64", "F32", "BF16", "F16")  # dtypes in a safetensors header
 
 
 def check_checkpoint(folder: Path) -> ModelSpec:
-    """Checks a folder by its headers: names and shapes of all tensors, whole files, a known family.
+    """The spec of a folder, checked by its headers: all tensors, whole files, a known family.
 
-    Returns:
-        The spec that `config.json` describes.
-
-    Raises:
-        UserError: something is missing, truncated, malformed or unsupported.
+    Raises UserError if something is missing, truncated, malformed or unsupported.
     """
     spec = ModelSpec.from_folder(folder)
     shapes = {}
@@ -50,12 +46,9 @@ def check_checkpoint(folder: Path) -> ModelSpec:
 
 
 def check_shapes(spec: ModelSpec, shapes: Mapping[str, Sequence[int]], where: str) -> None:
-    """Compares the tensors that are there with those that the spec needs.
+    """Rejects a tensor that is missing, has another shape, or does not belong to the model.
 
     A tied head may be there too, and so may RoPE frequencies, which old checkpoints hold.
-
-    Raises:
-        UserError: a tensor is missing, has another shape, or does not belong to the model.
     """
     needed = spec.shapes()
     for name, shape in needed.items():
@@ -71,12 +64,7 @@ def check_shapes(spec: ModelSpec, shapes: Mapping[str, Sequence[int]], where: st
 
 
 def check_dense(name: str, weight: object, where: str) -> None:
-    """Rejects what is not a whole dense tensor with values.
-
-    Args:
-        name, weight: of the tensor.
-        where: named in messages.
-    """
+    """Rejects what is not a whole dense tensor with values; `where` is named in messages."""
     if not isinstance(weight, Tensor):
         raise UserError(f"{where}: {name} is a {type(weight).__name__}; expected tensors")
     if weight.is_meta:
@@ -89,11 +77,7 @@ def check_dense(name: str, weight: object, where: str) -> None:
 
 @torch.no_grad()
 def check_finite(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) -> None:
-    """Rejects weights that are not finite in a dtype; waits once for each device.
-
-    Raises:
-        UserError: NaN, infinity, or a number beyond the dtype.
-    """
+    """Rejects weights that are not finite in a dtype; waits once for each device."""
     ends: dict[torch.device, list[Tensor]] = {}
     for name, weight in weights.items():
         check_dense(name, weight, where)
@@ -112,19 +96,13 @@ def check_finite(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) 
 def load_checkpoint(
     folder: str | Path, dtype: torch.dtype | None = None, mapped: bool = False
 ) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Reads a checkpoint.
+    """Reads a checkpoint; raises as `check_checkpoint`, or if a weight is not finite.
 
-    Args:
-        dtype: of the tensors; None = the dtype that the config names.
-        mapped: tensors that have this dtype in the file are mapped to it, so that the processes of
-            a machine share their memory; for a caller that does not keep or change them.
-
-    Returns:
-        The spec, and the tensors by name, as `ModelSpec.shapes` lists them, on the CPU. If the
-        config ties the head but the file holds another one, the spec is of an untied model.
-
-    Raises:
-        UserError: as `check_checkpoint`; or a weight is not finite.
+    Returns the spec, and the tensors by name, as `ModelSpec.shapes` lists them, on the CPU. If the
+    config ties the head but the file holds another one, the spec is of an untied model.
+    `dtype=None` is the dtype of the config. With `mapped`, tensors that have this dtype in the file
+    are mapped to it, so that the processes of a machine share their memory; the caller must not
+    change them.
     """
     folder = Path(folder)
     spec = check_checkpoint(folder)
@@ -150,14 +128,10 @@ def load_checkpoint(
 
 
 def load_model(folder: Path, dtype: torch.dtype, mapped: bool = False) -> PreTrainedModel:
-    """Reads a checkpoint as a transformers model, for training.
+    """Reads a checkpoint as a transformers model on the CPU, with the tensors of `load_checkpoint`.
 
-    Returns:
-        The model on the CPU, with the tensors of `load_checkpoint`. Code that comes with a
-        checkpoint is never run.
-
-    Raises:
-        UserError: as `load_checkpoint`; or transformers refuses a value of the config.
+    Raises as `load_checkpoint`, or if transformers refuses a value of the config. Code that comes
+    with a checkpoint is never run.
     """
     import transformers
 
@@ -197,11 +171,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def read_header(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Dtype and shape of each tensor of a safetensors file.
-
-    Raises:
-        UserError: the file is missing, truncated or not safetensors.
-    """
+    """Dtype and shape of each tensor of a safetensors file; UserError for a broken one."""
     with _opened(path) as file:
         parts = {name: file.get_slice(name) for name in file.keys()}
         return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}

@@ -33,12 +33,7 @@ class DraftSpec:
 
     @staticmethod
     def of(target: ModelSpec, intermediate_size: int = 0, draft_vocab: int = 0) -> DraftSpec:
-        """The drafter of a target.
-
-        Args:
-            intermediate_size: of the MLP; 0 = the target's.
-            draft_vocab: size of the reduced vocabulary; 0 or more than the target's = all of it.
-        """
+        """The drafter of a target; 0 = its MLP, or its whole vocabulary."""
         return DraftSpec(
             target.hidden_size,
             target.num_heads,
@@ -116,11 +111,7 @@ class Drafter(nn.Module):
         self.set_vocabulary(torch.arange(spec.draft_vocab))
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Chooses the drafted tokens; refresh the head afterwards.
-
-        Args:
-            target_ids: int64 [draft_vocab], rising.
-        """
+        """Chooses the drafted tokens, int64 [draft_vocab], rising; refresh the head afterwards."""
         self.d2t.copy_(target_ids - torch.arange(self.spec.draft_vocab))
         self.t2d.zero_()
         self.t2d[target_ids] = True

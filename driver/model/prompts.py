@@ -19,14 +19,8 @@ class PromptEncoder:
     With the chat template a prompt is the message of a user, and the assistant's turn follows.
     Without it a prompt is plain text after the special tokens that the tokenizer itself puts in
     front, such as the begin token of Llama 3. Nothing is appended, because the response follows.
-
-    Args:
-        chat_template: "true", "false", or "auto": the template where the tokenizer has one and
-            `is_message` holds.
-        is_message: whether the prompts are messages to a chat model rather than texts to continue.
-
-    Raises:
-        UserError: `chat_template` is "true" and the tokenizer has none.
+    `chat_template` is "true" (UserError if the tokenizer has none), "false", or "auto": where the
+    tokenizer has one and the prompts are messages to a chat model, not texts to continue.
     """
 
     def __init__(
@@ -44,11 +38,7 @@ class PromptEncoder:
         self._prefix = _prefix(tokenizer)
 
     def __call__(self, text: str) -> tuple[int, ...]:
-        """The token ids of one prompt.
-
-        Raises:
-            UserError: the chat template cannot be applied.
-        """
+        """The token ids of one prompt; UserError if the chat template cannot be applied."""
         return self.batch([text])[0]
 
     def batch(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
@@ -86,8 +76,7 @@ class PromptEncoder:
     def render(self, messages: list[dict[str, str]]) -> str:
         """A conversation in the chat template, followed by the start of the assistant's turn.
 
-        Raises:
-            UserError: the chat template cannot be applied.
+        Raises UserError if the template cannot be applied.
         """
         try:
             rendered: Any = self.tokenizer.apply_chat_template(
@@ -137,11 +126,7 @@ class TurnEncoder:
             return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _frame(self, encode: PromptEncoder) -> tuple[list[int], list[int]]:
-        """What the chat template puts between a turn and its answer, and after the answer.
-
-        Raises:
-            UserError: the chat template drops messages.
-        """
+        """What the chat template puts before and after an answer; UserError if that fails."""
         marks = "first-turn-of-the-model", "answer-to-that-turn"
         roles = "user", "assistant", "user"
         contents = "0", *marks

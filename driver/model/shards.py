@@ -25,27 +25,19 @@ OUTPUT, DOWN = "self_attn.o_proj", "mlp.down_proj"
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a rank.
+    """The part of a rank."""
 
-    Attributes:
-        spec: its shape; queries have a place for each head that the rank computes.
-        chosen: tensor of a layer -> (axis, indices of the whole tensor that the rank holds; -1:
-            zeros instead).
-    """
-
-    spec: ModelSpec
+    spec: ModelSpec  # its shape; queries have a place for each head that the rank computes
+    # Tensor of a layer -> axis, and indices of the whole tensor that the rank holds; -1: zeros.
     chosen: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
 
     @staticmethod
     def of(spec: ModelSpec, rank: int, size: int) -> Shard:
-        """The part of a rank of a group.
+        """The part of a rank of a group; UserError if a head would be divided between two ranks.
 
         Attention needs the same number of query heads for each key-value head. So each key-value
         head that an owned query head reads is repeated on the rank. A place without an owned query
         head computes another one, whose columns of `o` are zeros.
-
-        Raises:
-            UserError: a head would be divided between two ranks.
         """
         if size == 1:
             return Shard(spec)

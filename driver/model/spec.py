@@ -94,13 +94,9 @@ class ModelSpec:
 
     @staticmethod
     def from_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelSpec:
-        """Builds the spec from the content of a `config.json`.
+        """Builds the spec from a `config.json` of transformers 5 (`rope_parameters`) or older.
 
-        Args:
-            config: in the layout of transformers 5 (`rope_parameters`) or of older versions.
-
-        Raises:
-            UserError: a key is missing, malformed, or asks for something unsupported.
+        Raises UserError if a key is missing, malformed, or asks for something unsupported.
         """
         return _Reader(config, where).spec()
 
@@ -333,12 +329,10 @@ class _Reader:
 
 
 def rope_table(spec: ModelSpec) -> Tensor:
-    """Cosines and sines of every position, as `append_kv` reads them.
+    """Cosines and sines of every position: float32 [max_position + MAX_DEPTH, head_dim].
 
-    Frequencies and angles are float32, as in the checkpoints' own training.
-
-    Returns:
-        float32 [max_position + MAX_DEPTH, head_dim]: (cos | sin) of half a head's angles.
+    A row has (cos | sin) of half a head's angles, as `append_kv` reads them. Frequencies and angles
+    are float32, as in the checkpoints' own training.
 
     Source: Su et al., "RoFormer" (2021); the "llama3" bands from the Llama 3.1 release; Peng et
     al., "YaRN" (arXiv 2309.00071).
@@ -379,11 +373,7 @@ def rope_frequencies(spec: ModelSpec) -> Tensor:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        UserError: the file is missing, unreadable, or holds something else.
-    """
+    """Reads a JSON object; UserError if the file is unreadable or holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

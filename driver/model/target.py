@@ -68,10 +68,7 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
     """The low, middle and high layer whose outputs are the drafter's input, counted from 0.
 
     Serving engines use the same for EAGLE-3 (they count the inputs of layers 2, n / 2 and n - 3). A
-    model with fewer than seven layers spreads them over its layers.
-
-    Returns:
-        Three layer indices in rising order; they repeat only below three layers.
+    model with fewer than seven layers spreads them over its layers; below three they repeat.
 
     Example:
         >>> default_feature_layers(30), default_feature_layers(4)
@@ -86,18 +83,10 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
 class TargetModel(TargetWeights):
     """A model with its own fused weights and scratch buffers.
 
-    `forward` returns views of the buffers, which the next call overwrites.
-
-    Args:
-        weights: tensors by Hugging Face name.
-        dtype: of weights, activations and cache; default is the checkpoint's.
-        max_rows: rows of the largest forward pass.
-        max_logits: rows with logits of a forward pass; 0 = `max_rows`.
-        parallel: ranks that share the model; all make the same calls, and get the same bits as one
-            rank with the whole model.
-
-    Raises:
-        UserError: the weights do not fit the spec, or the ranks cannot share the model.
+    `forward` returns views of the buffers, which the next call overwrites. It has up to `max_rows`
+    rows, `max_logits` of them with logits (0 = all). All ranks of `parallel` make the same calls,
+    and get the same bits as one rank with the whole model. Raises UserError if the weights do not
+    fit the spec, or the ranks cannot share the model.
     """
 
     def __init__(

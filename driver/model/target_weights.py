@@ -43,12 +43,9 @@ class DecoderLayer:
 
 
 class TargetWeights:
-    """A model's weights, or those that a rank of a tensor-parallel group holds.
+    """A model's weights, or those that a rank of a tensor-parallel group holds (`shard`).
 
     Embedding, head and norms are whole on every rank.
-
-    Args:
-        shard: what this rank holds.
     """
 
     def __init__(
@@ -71,17 +68,11 @@ class TargetWeights:
     def load_weights(self, weights: Weights) -> None:
         """Copies weights in place: addresses stay, so captured graphs stay valid.
 
-        A stream is read tensor by tensor, so that it needs no second copy of the weights. After an
-        error in a mapping the old weights are unchanged; after one in a stream they are a mixture,
-        and all must be loaded again.
-
-        Args:
-            weights: tensors by Hugging Face name, any float dtype and device, or a stream of such
-                pairs; a tied head may be among them.
-
-        Raises:
-            UserError: a tensor is missing, has the wrong shape, or does not belong to the model; or
-                the head of a tied model is not its embedding.
+        A stream of (name, tensor) is read tensor by tensor, so that it needs no second copy of the
+        weights. After an error in a mapping the old weights are unchanged; after one in a stream
+        they are a mixture, and all must be loaded again. Tensors have any float dtype and device; a
+        tied head may be among them. Raises UserError if a tensor is missing, has the wrong shape,
+        or does not belong to the model, or if the head of a tied model is not its embedding.
         """
         if isinstance(weights, Mapping):
             self._check(weights)

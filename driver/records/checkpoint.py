@@ -31,15 +31,10 @@ REFERENCE = "reference"  # subfolder of a run folder
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk.
-
-    Args:
-        path: a Hugging Face model folder (valid for `model.path`) that also contains `state/`.
-        step: the last finished step.
-    """
+    """A complete checkpoint on disk: a Hugging Face folder that also contains `state/`."""
 
     path: Path
-    step: int
+    step: int  # the last finished one
 
     def check(self, contents: bool = True) -> None:
         """Raises UserError if the policy lacks a file or, with `contents`, any file is damaged."""
@@ -78,11 +73,7 @@ class Checkpoint:
             raise UserError(f"{error}; {self._remedy}") from error
 
     def restore(self, name: str, load: Callable[[Any], None]) -> None:
-        """Reads one state and passes it to `load`.
-
-        Raises:
-            UserError: it cannot be read, or an earlier version saved it without a required key.
-        """
+        """Passes one state to `load`; UserError if it is damaged or lacks a required key."""
         with earlier_versions(
             f"{self.path}: state/{name}.pt",
             f"it cannot be resumed, model.path={self.path} starts a new run from its policy",
@@ -106,17 +97,11 @@ def save_checkpoint(
     states: Mapping[str, Any],
     keep: int,
 ) -> Checkpoint:
-    """Saves one checkpoint and drops the oldest beyond `keep`.
+    """Saves one checkpoint and drops the oldest complete ones beyond `keep`, at least 1.
 
-    Args:
-        folder: holds the checkpoints.
-        step: the last finished step; an existing complete checkpoint of it is kept.
-        write_policy: writes the policy's Hugging Face files into the given folder.
-        states: name -> tensors, numbers, strings, None, and lists and dicts of these.
-        keep: number of complete checkpoints to keep, at least 1.
-
-    Raises:
-        UserError: the disk is full or unwritable; no incomplete checkpoint remains.
+    A complete checkpoint of the same step is kept. `states` are tensors, numbers, strings, None,
+    and lists and dicts of these. Raises UserError if the disk is full or unwritable; no incomplete
+    checkpoint remains.
     """
     final = folder / f"step-{step:06d}"
     if (final / _MARK).exists():  # a run resumed here and saved before it made a step
@@ -169,11 +154,7 @@ def _checksum(path: Path) -> int | None:
 
 
 def saved_reference(checkpoint: Checkpoint) -> Checkpoint:
-    """The reference policy of the run that a checkpoint belongs to.
-
-    Raises:
-        UserError: the run has no saved reference policy.
-    """
+    """The reference policy of the run that a checkpoint belongs to; UserError if there is none."""
     place = checkpoint.path.parents[1] / REFERENCE
     found = latest_checkpoint(place)
     if found is None:

@@ -17,10 +17,7 @@ class CheckpointWriter:
     """Writes checkpoints in a background thread; the caller waits only for a copy of the state.
 
     There is one write at a time: the next one waits for it. The next call raises an error of the
-    thread, so that a full disk ends a run.
-
-    Args:
-        threaded: whether to use a thread. False: `save` writes the state directly, without a copy.
+    thread, so that a full disk ends a run. Not `threaded`: `save` writes the state itself at once.
     """
 
     def __init__(self, threaded: bool) -> None:
@@ -48,14 +45,9 @@ class CheckpointWriter:
         self._written = self._thread.submit(work)
 
     def save(self, write: Callable[[Any], object], state: Any) -> None:
-        """Starts to write a state.
+        """Starts `write(state)`, in the thread with a copy; raises the last write's UserError too.
 
-        Args:
-            write: called with the state, or in the thread with a copy of it.
-            state: tensors, numbers, strings, None, and lists and dicts of these.
-
-        Raises:
-            UserError: this write or the one before failed.
+        A state is tensors, numbers, strings, None, and lists and dicts of these.
         """
         self.collect()
         if not self._can_copy(state):

@@ -59,13 +59,8 @@ class RunFolder:
     `tensorboard/`, `rollouts.jsonl`, `samples.jsonl` and `samples.txt`, `config.yaml`,
     `summary.json`, `trace.json`, `checkpoints/step-NNNNNN/` and `report.html`. A run with a KL term
     and a warm-up also has `reference/`, a resumed one `trace-<step>.json` of the process before.
-    Methods that write raise a UserError if the disk is full or unwritable.
-
-    Args:
-        config: sets the path (`run.root`, `run.name`) and whether to resume.
-
-    Raises:
-        UserError: the folder exists or is in use, cannot be written, or has no run to resume.
+    Methods that write raise a UserError if the disk is full or unwritable, the constructor also if
+    the folder exists, is in use, or has no run to resume.
     """
 
     def __init__(self, config: Config) -> None:
@@ -100,11 +95,9 @@ class RunFolder:
             self._show_on_board(record["step"], record)
 
     def log_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends one step to `metrics.jsonl` and to TensorBoard.
+        """Appends one step to `metrics.jsonl` and to TensorBoard; 0 is before training.
 
-        Args:
-            step: rising; 0 is before training.
-            values: name -> number; NaN and infinities become null, which is valid JSON.
+        NaN and infinities become null, which is valid JSON.
         """
         plain = {name: float(value) for name, value in values.items()}
         _append(self.path / "metrics.jsonl", _line({"step": step, **plain}))
@@ -126,11 +119,8 @@ class RunFolder:
     ) -> None:
         """Appends the response lengths and active requests of a rollout to `rollouts.jsonl`.
 
-        Args:
-            step: rising.
-            lengths: tokens of each response.
-            passes: (seconds since the start, active requests, strategy) of each pass and of the
-                end; repeated values are left out.
+        `passes` are (seconds since the start, active requests, strategy) of each pass and of the
+        end; repeated values are left out.
         """
         active = [
             [round(at, 6), count, strategy]
@@ -166,8 +156,7 @@ class RunFolder:
     def check_inputs(self, fingerprints: Mapping[str, str]) -> None:
         """Rejects a resume with data or a model that changed since the run started.
 
-        Args:
-            fingerprints: setting -> hash of the contents that it names, stored in `inputs.json`.
+        The hash of each setting's contents is stored in `inputs.json`.
         """
         path = self.path / "inputs.json"
         if not path.exists():  # a new run, or one of an earlier version
@@ -201,8 +190,7 @@ class RunFolder:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The records of a log, if it exists, without a last line that a crash cut off.
 
-    Raises:
-        UserError: a line in the middle is not a JSON object with a step.
+    Raises UserError if a line in the middle is not a JSON object with a step.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")

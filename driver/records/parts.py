@@ -30,15 +30,8 @@ Parts = Mapping[str, Mapping[str, Tensor]]
 def save_parts(folder: Path, parts: Parts, group: dist.ProcessGroup | None) -> None:
     """Saves tensors as torch's distributed checkpoints do; with several ranks a collective call.
 
-    torch's own writer serializes a file in memory, copies it twice and writes one at a time.
-
-    Args:
-        folder: is made if it does not exist.
-        parts: tensors by two names; `DTensor`s if several ranks hold parts.
-        group: of the ranks; None = there is one.
-
-    Raises:
-        UserError: a rank could not write.
+    torch's own writer serializes a file in memory, copies it twice and writes one at a time. Parts
+    are `DTensor`s if several ranks hold them. Raises UserError on all ranks if one could not write.
     """
     if group is not None:
         dist.barrier(group)  # the first rank has made the folder
@@ -87,8 +80,7 @@ def _offsets(tensor: Any) -> list[int]:
 def load_parts(folder: Path, parts: Parts, group: dist.ProcessGroup | None) -> None:
     """Copies what `save_parts` saved into tensors; with several ranks a collective call.
 
-    Raises:
-        UserError: a tensor is missing, has another shape or cannot be read.
+    Raises UserError if a tensor is missing, has another shape or cannot be read.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader

@@ -33,11 +33,7 @@ COLUMNS = {
 
 
 def step_line(step: int, values: Mapping[str, float], width: int = 0) -> str:
-    """Name and value of each metric of `COLUMNS` in the metrics of a step.
-
-    Args:
-        step, values: number and metrics of the step.
-        width: characters of a line, which is wrapped between two cells; 0 = one line.
+    """Name and value of each metric of `COLUMNS`, wrapped between cells at `width`; 0 = one line.
 
     Example:
         >>> step_line(3, {"critic/rewards/mean": 0.5, "timing_s/step": 2.0})
@@ -60,12 +56,7 @@ def step_line(step: int, values: Mapping[str, float], width: int = 0) -> str:
 
 
 class Progress:
-    """A progress bar for the command line.
-
-    Args:
-        steps: of the whole run.
-        console: the output; a file or pipe gets plain lines and no bar.
-    """
+    """A progress bar for the command line; a file or pipe gets plain lines and no bar."""
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)

@@ -29,16 +29,11 @@ class Event(NamedTuple):
 
 
 class Timeline:
-    """Events of a run in Chrome's trace format, with a bounded file size.
+    """Events of a run in Chrome's trace format, with a bounded file size that the ranks share.
 
     When the steps exceed the limit, every second one is dropped, and from then on only every second
     step is recorded. A step that alone exceeds an eighth of the limit keeps its phases and every
     k-th of its other events. `otherData` reports the thinning.
-
-    Args:
-        rank: the process of a distributed run; its number is the event's `pid`.
-        ranks: number of ranks; they share the file and its limit.
-        max_bytes: limit of the file's size.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1, max_bytes: int = MAX_BYTES) -> None:
@@ -59,10 +54,7 @@ class Timeline:
     def add(self, part: str, name: str, begin: float, end: float, **args: object) -> None:
         """Adds an event of the current step to a track; any thread may call it.
 
-        Args:
-            part, name: the track, and the event.
-            begin, end: by `time.perf_counter`.
-            args: shown when the event is selected.
+        `begin` and `end` are by `time.perf_counter`; `args` are shown when the event is selected.
         """
         self._events.append(Event(part, name, begin - self.started, end - begin, args))
 

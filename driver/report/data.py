@@ -45,14 +45,7 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Reads a run folder; the run may still go on.
-
-    Args:
-        path: `runs/<name>`.
-
-    Raises:
-        UserError: the folder contains no run, or its settings or a line of its logs are damaged.
-    """
+    """Reads `runs/<name>`, also while it goes on; UserError without a run or for damaged files."""
     settings = path / "config.yaml"
     if not settings.exists():
         raise UserError(f"{path}: contains no run; name a folder with config.yaml")

@@ -45,11 +45,8 @@ def curves(
 ) -> Markup:
     """A metric of all runs in one chart; a step without a value leaves a gap.
 
-    Args:
-        runs, metric, label: what is drawn.
-        smooth: steps of the mean that is drawn over the faint curve.
-        dots: a second metric, drawn as dots.
-        wall: against the time of the run instead of its steps.
+    `smooth` is the number of steps of a mean that is drawn over the faint curve, `dots` a second
+    metric. With `wall` the axis is the time of the run instead of its steps.
     """
     if not any(run.series(name) for run in runs for name in (metric, dots)):
         return Markup()
@@ -149,10 +146,8 @@ def plot_lengths(lengths: Sequence[float], limit: int | None = None) -> Figure:
 def plot_active(passes: Passes, colors: Mapping[str, str]) -> Figure:
     """Active requests over the time of one rollout, coloured by strategy: the long tail.
 
-    Args:
-        passes: (seconds since the rollout's start, active requests, strategy), by rising time; the
-            last entry is the end of the rollout.
-        colors: of the strategies, in the order of the legend.
+    `passes` are (seconds since the start, active requests, strategy), the last one the end;
+    `colors` are in the order of the legend.
     """
     figure, axes = new_figure("Active requests in one rollout", "time (s)", "active requests")
     times, active, names = zip(*passes, strict=True)

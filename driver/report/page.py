@@ -50,22 +50,14 @@ MEMORY = {
 
 
 def write_page(folders: Sequence[Path], out: Path) -> None:
-    """Writes the page of one run folder, or of several side by side.
-
-    Raises:
-        UserError: a folder contains no run, or the page cannot be written.
-    """
+    """Writes the page of some run folders; UserError if one has no run, or it cannot be written."""
     # Half a surrogate pair, from a response cut in the middle, becomes a question mark.
     page = render(list(map(read_run, folders))).encode("utf-8", errors="replace")
     write_text(out, page.decode("utf-8"))
 
 
 def render(runs: Sequence[RunData]) -> str:
-    """The page.
-
-    Args:
-        runs: one, or several to compare.
-    """
+    """The page of one run, or of several to compare."""
     loader = FileSystemLoader(Path(__file__).parent)
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     templates.filters.update(short=short, cut=_cut, value=_value, parts=_parts)

@@ -85,10 +85,7 @@ class Bandit:
     def choose(
         self, batch: int, usable: Callable[[Strategy], bool], step_s: StepSeconds = unknown_step_s
     ) -> Strategy:
-        """The strategy of the next pass.
-
-        `step_s` returns the seconds of a pass of an arm's graph; None: it has none.
-        """
+        """The strategy of the next pass; `step_s` gives the seconds of a pass of an arm's graph."""
         self._batch = batch
         if batch > self.spec_max_batch:
             self._close_window(step_s)
@@ -178,9 +175,7 @@ class Bandit:
     ) -> None:
         """Adds passes of the strategy last chosen to its window.
 
-        Args:
-            emitted, elapsed_s, passes: tokens, seconds, number of passes.
-            request_passes: sum of the requests in each pass; 0 = no request finished.
+        `request_passes` is the sum of the requests in each pass; 0 = no request finished.
         """
         if self._window is not None:
             self._passes += passes

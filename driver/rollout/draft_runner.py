@@ -57,10 +57,7 @@ class DraftRunner:
         self._gathered: dict[tuple[int, int], NewRows] = {}
 
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Loads weights in place; the drafter KV of every request is recomputed at its next draft.
-
-        `state` has the EAGLE-3 layout; `version` is written into the responses drafted from now on.
-        """
+        """Loads weights in place; the drafter KV of every request is recomputed at its next use."""
         layer = "midlayer.self_attn."
         fused = {
             "qkv": torch.cat([state[f"{layer}{x}_proj.weight"] for x in "qkv"]),
@@ -105,10 +102,8 @@ class DraftRunner:
         """Writes the entries that a pass with `strategy` would not: after plain passes or a swap.
 
         After plain decoding these are the entries committed since the last draft, after a swap all
-        entries. They are computed from recorded features, without the target.
-
-        Returns:
-            Entries that each row now has, or None if none changed.
+        entries. They are computed from recorded features, without the target. Returns the entries
+        that each row now has, or None if none changed.
         """
         running, most = batch.running, strategy.levels + 1
         stale = [s.draft_version != self.version for s in running]

@@ -100,16 +100,14 @@ class RolloutEngine:
         """Responses in the order of the requests, then those of requests taken from other ranks.
 
         Requests that another rank took have none here. Sources keep the responses to requests that
-        they add.
+        they add. Raises UserError if a request can never run (too long for the context or the page
+        pool).
 
         Args:
             record: whether the observer is called and n-gram drafts of later rollouts use the
                 responses (not for an evaluation).
             observer: instead of the engine's own.
             sources: add requests and take others out between bursts.
-
-        Raises:
-            UserError: a request can never run (too long for the context or the page pool).
         """
         for state in self.state.running:  # of a rollout that an error ended
             self.store.release(state, keep=False)

@@ -36,9 +36,7 @@ def wait_for(
 ) -> tlt_ext.StopReason:
     """Waits until the armed passes stop; returns the reason.
 
-    Raises:
-        RuntimeError: the device failed.
-        UserError: a pass waits too long for another rank.
+    Raises RuntimeError if the device failed, UserError if a pass waits too long for another rank.
     """
     begun = time.monotonic()
     while not (reason := ring.wait(POLL_S)):
@@ -58,12 +56,8 @@ def build_graphs(
 ) -> PassGraphs | None:
     """The graphs of a configuration; None: passes are launched op by op.
 
-    Args:
-        buckets: batch sizes of speculation.
-        max_rows: largest number of rows of a speculative pass.
-
-    Raises:
-        UserError: graphs, or loops in them, are required and not supported.
+    `buckets` are batch sizes of speculation, `max_rows` the rows of the largest speculative pass.
+    Raises UserError if graphs, or loops in them, are required and not supported.
     """
     device = state.device
     if config.graphs == "off" or device.type == "cpu":
@@ -135,13 +129,8 @@ class PassGraphs:
         """Makes up to `limit` passes, until `ends` requests have finished (one without loops).
 
         `meanwhile` is called once after the launch and returns whether the passes are to stop; a
-        loop of several ranks then runs to its end.
-
-        Returns:
-            Their seconds on the device's clock.
-
-        Raises:
-            RuntimeError: the device failed.
+        loop of several ranks then runs to its end. Returns their seconds on the device's clock.
+        Raises RuntimeError if the device failed.
         """
         arm, ends = (limit, ends) if self.loop else (1, 1)
         parallel, begun_ns = self.program.model.parallel, None

@@ -11,9 +11,7 @@ class RolloutObserver:
     def on_pass(self, active: int, passes: int = 1) -> None:
         """Called between bursts of passes.
 
-        Args:
-            active: requests that run or wait.
-            passes: made since the last call.
+        `active` requests run or wait; `passes` were made since the last call.
         """
 
     def on_finish(self, request: RunningRequest) -> None:

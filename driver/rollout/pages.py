@@ -102,9 +102,9 @@ class PrefixCache:
             self._unused.append(self._prefixes.pop(prompt))
 
     def take(self, prompt: Prompt, spare: int, admission: Admission) -> list[int] | None:
-        """Pages of a request that waits with this prompt; None if there are not enough.
+        """Pages of a request with this prompt, while `spare` stay free; None if there are too few.
 
-        `spare` pages stay free. What fills the pages is added to `admission`.
+        What fills the pages is added to `admission`.
         """
         prefix, length = self._prefixes[prompt], len(prompt) - 1
         count = 0 if prefix.ready else pages_for(length, self.page_size)

@@ -127,12 +127,8 @@ class BucketPlan:
 
     Plain decoding comes first, for every batch, so that the dense phase never loses its graphs to
     the tail. Then strategies by rising batch, as long as memory lasts: large trees of large
-    batches, which gain least, are dropped first.
-
-    Attributes:
-        cells: graphs to capture, largest first, so that later ones reuse memory.
-        dropped: graphs that exceed the budget.
-        predicted_bytes: of the executables.
+    batches, which gain least, are dropped first. `cells` are the largest first, so that later ones
+    reuse memory; `predicted_bytes` are of the executables.
     """
 
     max_batch: int

@@ -15,9 +15,7 @@ from .pages import Admission, Job
 class Prefill:
     """Runs known tokens through the target, as many of a request in a pass as fit.
 
-    Attributes:
-        rows: that ran, for any reason.
-        recomputed: of them, for requests that had emitted tokens.
+    `rows` ran for any reason, `recomputed` of them for requests that had emitted tokens.
     """
 
     def __init__(self, model: TargetModel, cache: KvCache, chunk: int) -> None:

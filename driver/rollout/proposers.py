@@ -25,9 +25,8 @@ MIN_MATCH = 8  # matching tokens after which an n-gram replaces the drafter's tr
 class Proposer(Protocol):
     """Drafts a tree for every running request; subclasses inherit defaults for model-free drafts.
 
-    Attributes:
-        on_device: `propose` reads static arrays only and never waits for the device, so it can be
-            captured and repeated without the host.
+    `on_device`: `propose` reads static arrays only and never waits for the device, so it can be
+    captured and repeated without the host.
     """
 
     on_device: bool
@@ -171,11 +170,7 @@ class OracleProposer(Proposer):
 
     Nearly every draft is accepted, through a different tree each time: this tests token identity
     and bounds the speed-up of any drafter. At random levels the right token is missing, which is a
-    rejection in the middle of the tree.
-
-    Args:
-        answers: request id -> tokens that plain decoding emits.
-        vocab_size: wrong siblings are drawn below it; at least 2.
+    rejection in the middle of the tree. `answers` are the tokens of plain decoding by request id.
     """
 
     on_device = False  # answers and random numbers are on the host

@@ -25,12 +25,7 @@ CLOSED = "0"  # number of requests in a slot that the receiver closed
 
 
 class Rebalancer(RequestSource):
-    """One rank's part in merging the tails of a rollout.
-
-    Args:
-        most: largest number of requests that a rank hands over.
-        rollout: its name, the same on all ranks.
-    """
+    """One rank's part in merging the tails of a rollout; it hands over `most` requests at most."""
 
     def __init__(self, world: World, most: int, max_batch: int, rollout: str) -> None:
         assert world.store is not None

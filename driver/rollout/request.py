@@ -28,15 +28,11 @@ MAX_INT32 = 2**31 - 1  # the ops read int32
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled.
+    """How one request is sampled; a value that the engine cannot use raises a UserError.
 
-    `top_k=0` and `top_p=1` disable the filters; `temperature=0` is argmax. `max_new_tokens` limits
-    the response, the answers of tools included; `max_turn_tokens` limits what the model writes
-    before each of them (0: no limit).
-
-    Raises:
-        UserError: a value that the engine cannot use, such as a temperature that is neither 0 nor
-            at least `MIN_TEMPERATURE`.
+    `top_k=0` and `top_p=1` disable the filters; `temperature=0` is argmax, others are at least
+    `MIN_TEMPERATURE`. `max_new_tokens` limits the response, the answers of tools included;
+    `max_turn_tokens` limits what the model writes before each of them (0: no limit).
     """
 
     temperature: float = 1.0
@@ -142,29 +138,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """The tokens of one request.
-
-    Attributes:
-        token_ids: tokens after the prompt. A sampled end token is the last one; nothing is appended
-            at the length limit.
-        logprobs: the target's at each token, of `log_softmax(logits / T)`; 0 at tokens of tools.
-        finish: "abort": it can be resumed (`Request.resume`).
-        version: of the policy, at the last token.
-        drafter_versions: learned drafters that drafted for it, in order of use.
-        tools: half-open ranges of `token_ids` that tools wrote.
-        turn_ended: it was aborted while a tool worked.
-        accept_length: mean tokens of its speculative passes since it was last resumed; None
-            without any.
-    """
+    """The tokens of one request."""
 
     request: Request
-    token_ids: list[int]
-    logprobs: list[float]
-    finish: Finish
-    version: int = 0
-    drafter_versions: list[int] = field(default_factory=list)
-    tools: list[tuple[int, int]] = field(default_factory=list)
-    turn_ended: bool = False
+    token_ids: list[int]  # after the prompt, a sampled end token included; nothing is appended
+    logprobs: list[float]  # the target's, of `log_softmax(logits / T)`; 0 at tokens of tools
+    finish: Finish  # "abort": it can be resumed (`Request.resume`)
+    version: int = 0  # of the policy, at the last token
+    drafter_versions: list[int] = field(default_factory=list)  # that drafted for it, in order
+    tools: list[tuple[int, int]] = field(default_factory=list)  # ranges that tools wrote
+    turn_ended: bool = False  # it was aborted while a tool worked
+    # Mean tokens of its speculative passes since it was last resumed; None without any.
     accept_length: float | None = field(default=None, compare=False)
 
     @property
@@ -328,15 +312,8 @@ def request_id(
 ) -> int:
     """Hashes the identity of a request to 62 bits; independent of rank, slot, order and resume.
 
-    Args:
-        phase: "train", "eval", or "session" for prompts without an id.
-        step: training step of the request.
-        prompt_id: id of the prompt, unique in its split.
-        sample: index among the siblings of one prompt.
-        refill: round of dynamic sampling, 0 for the first draw.
-
-    Returns:
-        An integer in [0, 2**62).
+    `phase` is "session" for prompts without an id. `prompt_id` is unique in its split, `sample` the
+    index among the siblings of a prompt, `refill` the round of dynamic sampling.
     """
     # JSON separates the fields: ("p1", 12) and ("p11", 2) must not give the same key.
     key = json.dumps([phase, step, prompt_id, sample, refill]).encode()

@@ -122,10 +122,7 @@ class PassRunner:
         return None if cell is None else self.graphs.step_s[cell]
 
     def decode_s(self) -> float | None:
-        """Runs plain passes of one inert row; returns seconds per pass, None without a graph.
-
-        No request may run.
-        """
+        """Seconds of plain passes of one inert row, while no request runs; None without a graph."""
         cell = None if self.graphs is None else self.graphs.find(1, OFF)
         if self.graphs is None or cell is None:
             return None
@@ -156,9 +153,6 @@ class PassRunner:
             ends: finished requests that end the burst, at most `spare`.
             meanwhile: called after the launch, or before a pass launched op by op; returns whether
                 the passes are to stop.
-
-        Raises:
-            RuntimeError: the device failed.
         """
         begin = self.ring.sequence
         cell = self._cell(count, strategy)

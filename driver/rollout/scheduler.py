@@ -64,8 +64,7 @@ class Scheduler:
     def add(self, requests: Iterable[Request]) -> list[RunningRequest]:
         """Queues requests in order; returns their states, some of which may have finished.
 
-        Raises:
-            UserError: a request can never run.
+        Raises UserError if a request can never run.
         """
         added = []
         for request in requests:
@@ -91,11 +90,9 @@ class Scheduler:
     def admit(self) -> Admission:
         """Moves waiting requests into the batch while places and pages last.
 
-        Besides what a request needs at once, a page for each running request stays free, so that
-        no request is admitted only to be preempted in the same pass.
-
-        Returns:
-            What to compute for them; call `prefixes.release_unused` afterwards.
+        Besides what a request needs at once, a page for each running request stays free, so that no
+        request is admitted only to be preempted in the same pass. Returns what to compute for them;
+        call `prefixes.release_unused` afterwards.
         """
         admission = Admission()
         self._admit_while_room(admission)
@@ -141,11 +138,8 @@ class Scheduler:
         """Grants pages for two bursts, or else for one; False if there are not enough.
 
         The second burst may start before the host has read the first one. While requests wait for
-        pages, at most a page per request is granted.
-
-        Args:
-            lookahead: slots that a pass may write past the committed ones.
-            burst: tokens that a request may commit in a burst.
+        pages, at most a page per request is granted. A pass may write `lookahead` slots past the
+        committed ones; a request may commit `burst` tokens in a burst.
         """
         for ahead in (2 * burst, burst):
             if self.lacks_pages:
@@ -157,12 +151,8 @@ class Scheduler:
     def reserve(self, lookahead: int, burst: int) -> list[RunningRequest]:
         """Grants pages for the next burst, at least for its first pass; preempts if it must.
 
-        Returns:
-            The preempted requests, the youngest first. They are recomputed later, to the same
-            tokens.
-
-        Raises:
-            UserError: there are not enough pages for one request.
+        Returns the preempted requests, the youngest first. They are recomputed later, to the same
+        tokens. Raises UserError if there are not enough pages for one request.
         """
         preempted: list[RunningRequest] = []
         if self.grant(lookahead, burst) or self._grow(lookahead):
@@ -258,11 +248,7 @@ class Scheduler:
         strategy: Strategy,
         version: int,
     ) -> None:
-        """Adds what a burst emitted.
-
-        Raises:
-            RuntimeError: a pass emitted nothing, so that the rollout would never end.
-        """
+        """Adds what a burst emitted; RuntimeError for an empty pass, which would never end."""
         for state, row in zip(states, rows, strict=True):
             if not state.finish:  # else in an earlier burst
                 state.append(row, strategy, version)

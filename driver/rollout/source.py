@@ -16,12 +16,9 @@ class RequestSource(Protocol):
         ...
 
     def exchange(self, scheduler: Scheduler) -> list[RunningRequest]:
-        """Adds requests and takes others out.
+        """Adds requests and takes others out, between bursts and once more when none is left.
 
-        Call between bursts, and once more when no request is left.
-
-        Returns:
-            The requests that run no more, or whose KV has to be computed again.
+        Returns the requests that run no more, or whose KV has to be computed again.
         """
         ...
 

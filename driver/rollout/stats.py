@@ -109,10 +109,7 @@ class RolloutStats:
 
     @staticmethod
     def side_by_side(parts: Sequence[RolloutStats], own: int) -> RolloutStats:
-        """Concurrent rollouts of several ranks: counters are added, the longest time is taken.
-
-        The trace is that of rank `own`.
-        """
+        """Concurrent rollouts: the sums, the longest time, and the trace of rank `own`."""
         total = RolloutStats()
         for part in parts:
             total.add(part)

@@ -29,13 +29,8 @@ class TokenStore:
     """A row of tokens for each request, kept after it finished until the row is needed.
 
     Drafts of a request read the rows of its prompt: siblings, and responses of earlier steps.
-
-    Args:
-        num_slots: rows; at least as many as requests run at once.
-
-    Attributes:
-        tokens: int32 [slots, max_len].
-        changes: number of changes so far.
+    There are at least as many rows as requests run at once. `tokens` is int32 [slots, max_len],
+    `changes` the number of changes so far.
     """
 
     def __init__(self, num_slots: int, max_len: int, device: torch.device) -> None:

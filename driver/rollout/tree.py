@@ -42,9 +42,7 @@ class Tree:
 class NodeStore:
     """Static arrays of all drafted nodes of a batch and of the tree selected among them.
 
-    Args:
-        capacity: nodes of a request, root included.
-        num_verify: largest number of verified rows of a request.
+    A request has up to `capacity` nodes, root included, of which `num_verify` rows are verified.
     """
 
     def __init__(

@@ -27,11 +27,7 @@ def prompt_encoder(config: Config, task: Task, tokenizer: Tokenizer) -> PromptEn
 
 
 def prompt_lengths(task: Task, encode: PromptEncoder) -> Iterator[tuple[int, str]]:
-    """Tokens and location of each prompt of a finite data set, or of the first generated ones.
-
-    Raises:
-        UserError: a prompt has no tokens.
-    """
+    """Tokens and location of each prompt of a finite data set, or of the first generated ones."""
     samples: dict[Split, int] = {"train": PROMPT_SAMPLE, "eval": 0}
     for split, sample in samples.items():
         count = task.size(split) or sample
@@ -48,9 +44,8 @@ def prompt_lengths(task: Task, encode: PromptEncoder) -> Iterator[tuple[int, str
 def check_prompts(task: Task, encode: PromptEncoder, max_new_tokens: int, max_position: int) -> int:
     """Tokens of the longest prompt, before a warm-up has taken its minutes.
 
-    Raises:
-        UserError: a prompt has no tokens, or a prompt and a response of full length exceed the
-            context. The line says where the longest prompt is.
+    Raises UserError, with the place of the longest prompt, if one has no tokens or if a prompt and
+    a response of full length exceed the context.
     """
     found = list(prompt_lengths(task, encode))
     length, place = max(found)
@@ -62,11 +57,7 @@ def check_prompts(task: Task, encode: PromptEncoder, max_new_tokens: int, max_po
 def check_context(
     prompt_len: int, max_new_tokens: int, max_position: int, place: str = "", count: int = 1
 ) -> None:
-    """Rejects a prompt, the longest of `count`, whose response may exceed the context; in tokens.
-
-    Raises:
-        UserError: prompt and response may exceed the context.
-    """
+    """Rejects a prompt, the longest of `count`, whose response may exceed the context."""
     if prompt_len + max_new_tokens > max_position:
         others = f" (one of {count} prompts that do)" if count > 1 else ""
         raise UserError(
@@ -77,11 +68,7 @@ def check_context(
 
 
 def check_engine(config: Config, spec: ModelSpec, prompt_len: int) -> None:
-    """Rejects an engine that cannot run the longest prompt, before the warm-up starts.
-
-    Raises:
-        UserError: `engine.max_len` or `engine.num_pages` is too small.
-    """
+    """Rejects an engine that cannot run the longest prompt, before the warm-up starts."""
     engine, params = config.engine, SamplingParams(max_new_tokens=config.sampling.max_new_tokens)
     longest = Request(0, 0, (0,) * prompt_len, params)
     longest.check(

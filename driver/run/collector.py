@@ -94,10 +94,8 @@ class Collector(RolloutObserver):
 
         With `grpo.max_refills`, groups of equal rewards are replaced by groups of further prompts,
         at most that many times (DAPO's dynamic sampling). The metrics count all responses. Cut
-        responses that `grpo.truncated=mask` leaves out are ignored in the comparison.
-
-        Raises:
-            Stopped: one of the ranks got a signal; the next call draws the same prompts.
+        responses that `grpo.truncated=mask` leaves out are ignored in the comparison. Raises
+        Stopped if a rank got a signal; the next call draws the same prompts.
         """
         first_prompt = self.prompts_drawn
         try:
@@ -226,8 +224,7 @@ class Collector(RolloutObserver):
     ) -> list[Response]:
         """The responses that this rank finished; spot trainer and rewards run during the tail.
 
-        Returns:
-            Responses in the order of the requests, then those to requests of other ranks.
+        They are in the order of the requests, then come those to requests of other ranks.
         """
         self._ended.clear()
         self._submitted, self._places = set(), []
@@ -310,10 +307,7 @@ class Collector(RolloutObserver):
     ) -> list[float]:
         """One reward for each response to its prompt, in order.
 
-        Args:
-            prompts, responses: as many of each.
-            places: indices of the responses, some of which are already submitted; () = in order,
-                and none is submitted.
+        `places` are indices of the responses, some of which are already submitted; (): none is.
         """
         submitted = self._submitted if places else ()
         at = places or range(len(responses))

@@ -24,6 +24,8 @@ from ..session import Session
 from ..session.parts import Rollout
 from .interrupted import answer, by_turns, interrupted, with_turn_limits
 
+# Arms with a random strategy at every pass; the second one with too few pages, the third one with
+# late arrivals, aborts and tools.
 MIXED, PREEMPT, ARRIVALS = "mixed", "preempt", "arrivals"
 SHOWN = 5  # divergences of an arm that are described
 GOLDEN = 0.6180339887  # its multiples spread evenly over the unit interval
@@ -41,16 +43,10 @@ def oracle_strategy(text: str) -> Strategy:
 
 @dataclass
 class Arm:
-    """The results of one way to decode, over all rounds.
+    """The results of one way to decode, over all rounds."""
 
-    Attributes:
-        name: a strategy, an oracle's, `mixed` (a random one at every pass), `preempt` (the same
-            with too few pages), or `arrivals` (the same with late arrivals, aborts and tools).
-        part: share of each round's requests that it runs.
-    """
-
-    name: str
-    part: float = 1.0
+    name: str  # a strategy, an oracle's, `mixed`, `preempt` or `arrivals`
+    part: float = 1.0  # share of each round's requests that it runs
     tokens: int = 0
     equal_tokens: int = 0
     equal_lengths: int = 0
@@ -92,8 +88,7 @@ class Arm:
 def compare(arm: Arm, wanted: Sequence[Response], got: Sequence[Response]) -> list[tuple[int, int]]:
     """Counts equal tokens, lengths and log-prob bits.
 
-    Returns:
-        (response index, token index) of each first divergence.
+    Returns (response index, token index) of each first divergence.
     """
     first = []
     for index, (a, b) in enumerate(zip(wanted, got, strict=True)):
@@ -120,12 +115,9 @@ def sibling_requests(
     stop_ids: tuple[int, ...],
     spread: float = 0.0,
 ) -> list[Request]:
-    """Two requests for each prompt; sampling parameters cycle through the requests.
+    """Two requests for each (id, token ids); sampling parameters cycle through the requests.
 
-    Args:
-        prompts: (id, token ids) of each.
-        spread: limits are `1 - spread` to 1 times the largest, so that requests end at different
-            passes.
+    Limits are `1 - spread` to 1 times the largest, so that requests end at different passes.
     """
     out, count = [], 2 * len(prompts)
     for i in range(count):
@@ -147,11 +139,7 @@ def train_drafter(spot: SpotTrainer, steps: int) -> None:
 
 @dataclass
 class Comparison:
-    """Rounds of the same requests through `off` and every arm.
-
-    Raises:
-        UserError: the engine verifies by rejection.
-    """
+    """Rounds of the same requests through `off` and every arm; UserError for `verify=rejection`."""
 
     rollout: Rollout  # with enough rows and pages for every arm
     arms: list[Arm]

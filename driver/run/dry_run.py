@@ -29,10 +29,7 @@ PROMPT_TOKENS = 256  # assumed without a tokenizer
 def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     """Calls `say` with the lines about the memory of the run that the words `argv` describe.
 
-    With several numbers of ranks it compares the memory of a rank, and rejects none of them.
-
-    Raises:
-        UserError: a word is invalid, or the run does not fit into memory.
+    Raises UserError if the run does not fit. Several numbers of ranks are only compared.
     """
     words, own, config = read_dry_run(argv)
     shape = run_shape(config, shape_folder(config), words.ranks[0], words.prompt_tokens)
@@ -67,9 +64,8 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
 def check_run(config: Config, folder: Path | None, ranks: int = 1) -> tuple[Config, RunShape]:
     """The settings of a run, with those decided that are `auto`, and its shape.
 
-    Raises:
-        UserError: the run exceeds the context of its model, its engine, or the memory or the
-            kernels of its card, or the memory of the host.
+    Raises UserError if the run exceeds the context of its model, its engine, or the memory or the
+    kernels of its card, or the memory of the host.
     """
     spec = policy_spec(config, folder)
     check_kernels(config, spec)
@@ -88,9 +84,7 @@ def run_shape(
 ) -> RunShape:
     """The inputs of the memory estimate besides the configuration.
 
-    Args:
-        folder: from `shape_folder`.
-        prompt_tokens: of the longest prompt; 0 = by the tokenizer, else `PROMPT_TOKENS`.
+    `prompt_tokens` are of the longest prompt; 0 = by the tokenizer, else `PROMPT_TOKENS`.
     """
     spec = policy_spec(config, folder)
     check_kernels(config, spec)  # no shorter prompt makes such a model run

@@ -30,15 +30,10 @@ def decided(config: Config, shape: RunShape, limit_gb: float) -> Config:
 
 
 def check_fits(config: Config, shape: RunShape, limit_gb: float, host_gb: float = math.inf) -> None:
-    """Rejects a run that does not fit into memory.
+    """Rejects a run that does not fit, with its peak, the largest part, and settings that fit.
 
-    Args:
-        config, shape: of the run.
-        limit_gb: memory of the card or the machine, in 10^9 bytes; 0 = unknown.
-        host_gb: a rank's share of the memory of the machine with the card.
-
-    Raises:
-        UserError: with the predicted peak, its largest part, and settings that fit.
+    `limit_gb` is the memory of the card or the machine, in 10^9 bytes, 0 = unknown; `host_gb` a
+    rank's share of the memory of the machine with the card.
     """
     parts = shape.footprint(config)
     if parts.host > host_gb * 1e9:

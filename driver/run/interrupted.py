@@ -69,11 +69,8 @@ def interrupted(
 ) -> tuple[list[Response], Counter[str]]:
     """The responses of a session whose client submits, aborts and resumes at random.
 
-    `draw` chooses what happens; the time at which it happens is not repeatable.
-
-    Returns:
-        Responses in the order of the requests; numbers of requests submitted `late`, while others
-        ran, of `aborts` and of `answers`.
+    `draw` chooses what happens; the time at which it happens is not repeatable. Also returns the
+    numbers of requests submitted `late`, while others ran, of `aborts` and of `answers`.
     """
     waiting = draw.sample(list(requests), len(requests))
     count = Counter({"late": 0, "aborts": 0, "answers": 0})

@@ -89,8 +89,7 @@ class Run:
     def finish_bubble(self) -> str:
         """Tunes the overlap once, then starts the final drafter steps if training pays.
 
-        Returns:
-            Why training of the drafter stops or goes on from here; empty: nothing changes.
+        Returns why training of the drafter stops or goes on from here; empty: nothing changes.
         """
         spot = self.rollout.spot
         if spot is None or self.config.spot.mode == "off":
@@ -315,11 +314,7 @@ class Run:
         return copy.deepcopy(self.tokenizer)
 
     def end_checkpoint(self) -> None:
-        """Waits until the last checkpoint is on the disk.
-
-        Raises:
-            UserError: it could not be written.
-        """
+        """Waits until the last checkpoint is on the disk; UserError if it could not be written."""
         with self.phases("checkpoint_end"):
             self.writer.collect()
 

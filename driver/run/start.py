@@ -48,10 +48,8 @@ from .warm_start import check_dtype, sampling_params, warm_start, warm_up_progre
 def start_run(config: Config, note: Callable[[str], None], stop: StopRequest | None = None) -> Run:
     """Opens the run folder, creates or loads the policy, warms it up, builds the other parts.
 
-    A start that fails removes the new folder, so that the next try can use its name.
-
-    Args:
-        stop: ends rollouts after a signal; None = signals are not caught.
+    A start that fails removes the new folder, so that the next try can use its name. `stop` ends
+    rollouts after a signal.
     """
     stop = stop or StopRequest()
     world = World.join(config.run.device, config.run.timeout_s)

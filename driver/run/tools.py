@@ -51,10 +51,7 @@ class Tools:
     """Continues responses with the answers of `Task.respond`, called beside the rollout.
 
     `respond` is code of the user: it may raise, hang, or return no text. Such a turn ends the
-    response, and `stats.failures` names the sample.
-
-    Attributes:
-        stats: since the last `start`.
+    response, and `stats.failures` names the sample; `stats` are those since the last `start`.
     """
 
     def __init__(

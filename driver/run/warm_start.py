@@ -103,11 +103,7 @@ def check_dtype(config: Config) -> None:
 def warm_start(config: Config, note: Note) -> Checkpoint:
     """The warm start of these settings, which is made if it does not exist.
 
-    Args:
-        config: `warmup.*`, `model.*`, `task.*`, `drafter.*`, `sampling.*`, `run.seed`.
-
-    Returns:
-        Its checkpoint, which also contains the measurements `warm.json`.
+    The checkpoint also contains the measurements, `warm.json`.
     """
     folder = warm_folder(config)
     found = latest_checkpoint(folder)

@@ -55,17 +55,12 @@ class Inbox(RequestSource):
 
     The thread of a rollout calls `due`, `exchange` and `ended`. Other threads call the rest.
 
-    Args:
-        engine: a lock, held by the thread that uses the engine.
-        vocab_size: answers of tools hold smaller ids.
-
     Attributes:
-        version: of the policy.
+        engine: a lock, held by the thread that uses the engine.
         on_end: of requests without a ticket.
         poll_s: longest wait for a tool while other sources or observers exist; None = no limit.
         kv_lost: set by a change after which the KV cache has to be computed again.
-        asleep: the engine's memory is released.
-        mixed: an update of the weights failed halfway.
+        asleep, mixed: the engine's memory is released; an update of the weights failed halfway.
     """
 
     def __init__(self, engine: threading.Lock, vocab_size: int) -> None:
@@ -85,8 +80,7 @@ class Inbox(RequestSource):
     def put(self, tickets: Sequence[Ticket]) -> None:
         """Adds arrivals; those that arrive together share the computation of their prompts.
 
-        Raises:
-            SessionClosed: the session is closed.
+        Raises SessionClosed if it is closed.
         """
         with self._changed:
             if self.closed:
@@ -135,12 +129,7 @@ class Inbox(RequestSource):
     ) -> list[tuple[Ticket, Response]]:
         """Removes chosen requests with their tokens so far; no other thread may use the engine.
 
-        Args:
-            chosen: whether a request is to end.
-            remove: removes one from the rollout.
-
-        Returns:
-            Tickets and responses, for `set_result` once other threads may use the engine.
+        Returns tickets and responses, for `set_result` once other threads may use the engine.
         """
         aborted = []
         for state, ticket in list(self.tickets.items()):

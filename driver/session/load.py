@@ -23,11 +23,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def find_model(config: Config, report: Callable[[str], None] = lambda line: None) -> Path | None:
-    """The folder of `model.path`, downloaded if necessary; None for the tiny model.
-
-    Raises:
-        UserError: it cannot be found, or the engine cannot run it.
-    """
+    """The folder of `model.path`, downloaded if necessary; None for the tiny model."""
     path, cache = config.model.path, config.model.cache
     return None if path == "tiny" else resolve_model(path, cache, report)
 
@@ -35,16 +31,10 @@ def find_model(config: Config, report: Callable[[str], None] = lambda line: None
 def load_policy(
     config: Config, folder: Path | None, mapped: bool = False
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """The trainable policy and its tokenizer.
+    """The trainable policy and its tokenizer, from a folder or, without one, the random tiny model.
 
-    Args:
-        config: `model.*` and the seed.
-        folder: in Hugging Face layout; None = the tiny model, random.
-        mapped: the policy stays in host memory, where the file may be mapped.
-
-    Raises:
-        UserError: the checkpoint is damaged or not supported, there is no usable tokenizer, or the
-            device does not exist.
+    With `mapped` the policy stays in host memory, where the file may be mapped. Raises UserError if
+    the checkpoint is damaged or not supported, the tokenizer unusable, or the device missing.
     """
     use_device(config.run.device)
     disable_progress_bar()  # a run shows its own progress
@@ -69,11 +59,7 @@ def load_policy(
 
 
 def load_tokenizer(folder: Path | None, key: str = "model.path") -> Tokenizer:
-    """The tokenizer of a folder; None = the tiny model's. `key` is named in messages.
-
-    Raises:
-        UserError: the folder has no usable tokenizer.
-    """
+    """The tokenizer of a folder, or UserError, which names `key`; None = the tiny model's."""
     if folder is None:
         return tiny.build_tokenizer()
     where = f"{key}={folder}: no usable tokenizer"
@@ -91,11 +77,7 @@ def load_tokenizer(folder: Path | None, key: str = "model.path") -> Tokenizer:
 
 
 def use_device(device: str) -> None:
-    """Makes a card the current device, which determines the device of streams and events.
-
-    Raises:
-        UserError: torch does not find this device.
-    """
+    """Makes a card the current one, that of streams and events; UserError if torch finds none."""
     kind, _, index = device.partition(":")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise UserError(

@@ -91,9 +91,7 @@ def build_parts(
 ) -> Parts:
     """Target, cache and drafter, for a run or, on the meta device, for a memory estimate.
 
-    Args:
-        config, spec, weights, longest, parallel: see `build_rollout`.
-        device: of the parts; `run.device` determines which are built.
+    `device` is that of the parts; `run.device` determines which are built.
     """
     engine, arms = config.engine, parse_strategies(config.engine.strategies)
     dtype = getattr(torch, config.model.dtype)
@@ -140,11 +138,8 @@ def build_rollout(
 ) -> Rollout:
     """The engine of a run with its proposers and spot trainer.
 
-    Args:
-        config: of the run or session.
-        spec, weights: of the policy; the engine keeps its own fused copy.
-        longest: tokens of the longest request.
-        parallel: the ranks that share the model; None = this rank has all of it.
+    It keeps its own fused copy of the weights. `longest` is the number of tokens of the longest
+    request, `parallel` the ranks that share the model; None = this rank has all of it.
     """
     check_kernels(config, spec)
     seed, arms = config.run.seed, parse_strategies(config.engine.strategies)

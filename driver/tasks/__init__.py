@@ -28,8 +28,7 @@ TASKS = {
 def make_task(name: str, **options: Any) -> Task:
     """The task of `TaskConfig(name, **options)`; fields that it does not use are ignored.
 
-    Raises:
-        UserError: unknown name, unreadable file, missing package; the line says what to do.
+    Raises UserError for an unknown name, an unreadable file or a missing package.
     """
     config = TaskConfig(name, **options)
     check_task_name(name)
@@ -43,10 +42,6 @@ def make_task(name: str, **options: Any) -> Task:
 
 
 def check_task_name(name: str) -> None:
-    """Rejects a name that `make_task` would reject, without importing a task.
-
-    Raises:
-        UserError: it is neither in `TASKS` nor a task of the user.
-    """
+    """Rejects a name that `make_task` would reject, without importing a task."""
     if name not in TASKS and ":" not in name:
         raise UserError(f"task.name={name}: unknown task; {nearest(name, TASKS)}")

@@ -29,12 +29,8 @@ _UNIT = re.compile(r"\s+(?!(?:hundred|thousand|million|billion|trillion|dozen)\b
 def final_answer(text: str, finished: bool = True) -> str | None:
     """The final answer of a text: its line after the first `####`, or the last `\\boxed{...}`.
 
-    Args:
-        text: a response or a worked answer.
-        finished: False = the text was cut, and an answer that may be incomplete does not count.
-
-    Returns:
-        The answer without decoration, or None if the text states none.
+    It has no decoration; None if the text states none. `finished=False`: the text was cut, and an
+    answer that may be incomplete does not count.
 
     Example:
         >>> final_answer("9 + 9 = 18\\n#### **$18**"), final_answer("so x is 18")
@@ -103,10 +99,7 @@ def number_of(answer: str) -> Fraction | None:
 
 
 def equal_answers(gold: str, answer: str) -> bool:
-    """Whether an answer equals the gold answer: as numbers, as text, or as expressions.
-
-    Args:
-        gold, answer: from `final_answer` of the worked answer and of a response.
+    """Whether two answers of `final_answer` are equal: as numbers, as text, or as expressions.
 
     Example:
         >>> equal_answers("1/2", "0.5"), equal_answers("1/2", "1/3"), equal_answers("blue", "Blue")

@@ -28,10 +28,8 @@ class CalculatorTask(Task):
     """`12*7+5=`, answered by calls of a calculator: `<12*7>84<84+5>89=89`.
 
     The model writes an expression between `<` and `>`, and the calculator writes the value behind
-    it. The reward is 1 if the text after the last `=` is the answer, else 0.
-
-    Args:
-        difficulty: the numbers have up to `difficulty` digits.
+    it. The reward is 1 if the text after the last `=` is the answer, else 0. The numbers have up to
+    `difficulty` digits.
     """
 
     name = "calculator"
@@ -88,12 +86,8 @@ class CalculatorTask(Task):
 def calculate(expression: str) -> str:
     """The value of an arithmetic expression, computed exactly and without `eval`.
 
-    Args:
-        expression: numbers, `+ - * /`, parentheses and spaces; at most `MAX_CHARACTERS`.
-
-    Returns:
-        An integer, or a decimal with six significant digits. `INVALID` if the expression is not
-        such a text or divides by 0.
+    It has numbers, `+ - * /`, parentheses and spaces, at most `MAX_CHARACTERS`. The value is an
+    integer, a decimal with six significant digits, or `INVALID`, for a division by 0 too.
 
     Example:
         >>> calculate("(3+4)*5"), calculate("1/3"), calculate("9**9**9"), calculate("x")

@@ -56,23 +56,12 @@ def search(
     is_hit: Callable[[int], bool] | None = None,
     max_lines: int = 10_000,
 ) -> tuple[list[str], list[str]]:
-    """The search up to its first hit.
+    """Lines of the search up to its first hit, and the steps that reach the target.
 
     A line is a step, the remaining numbers, and if two remain, all their results:
-    `10+25=35;50,35:85,15`. A hit ends its line with `!`.
-
-    Args:
-        numbers: the given numbers.
-        target: the number to reach.
-        is_hit: whether a result is taken for the target; None = if it equals the target. A wrong
-            hit is written as the target too.
-        max_lines: limit of the lines.
-
-    Returns:
-        Lines, and the steps that reach the target, empty without a hit.
-
-    Raises:
-        TooLong: no hit within `max_lines`.
+    `10+25=35;50,35:85,15`. A hit ends its line with `!`. `is_hit` tells which results are taken for
+    the target, by default those that equal it; a wrong hit is written as the target too. There are
+    no steps without a hit. Raises TooLong if there is none within `max_lines`.
 
     Example:
         >>> search([2, 3, 9], 14)

@@ -16,10 +16,8 @@ _INTEGER = re.compile(r"-?[0-9]+")
 class FewShotTask(Task):
     """Worked lines `a + b = c`, then one to complete. The answer is the first line's first integer.
 
-    Args:
-        name: "addition" or "multiplication".
-        difficulty: each operand has `difficulty` + 1 digits.
-        shots: number of solved lines before the question; none is a held-out problem.
+    Operands have `difficulty` + 1 digits. `shots` solved lines, none of them a held-out problem,
+    stand before the question.
 
     Example:
         >>> task = FewShotTask("addition", shots=0)

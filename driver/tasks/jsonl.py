@@ -28,15 +28,10 @@ class Line(NamedTuple):
 class JsonlTask(Task):
     """Questions from a file; the reward compares final answers by `answers.equal_answers`.
 
-    Each pass over the lines of a split has a different random order, the same in every run.
-
-    Args:
-        path: a `.jsonl` file, of which every eighth line is held out, or a folder with
-            `train.jsonl` and `test.jsonl`.
-        shots: worked examples before the question: the first lines of the train split.
-
-    Raises:
-        UserError: the file is missing or unreadable, or a line has the wrong format.
+    Each pass over the lines of a split has a different random order, the same in every run. `path`
+    is a `.jsonl` file, of which every eighth line is held out, or a folder with `train.jsonl` and
+    `test.jsonl`. The first `shots` training lines are worked examples before the question. Raises
+    UserError if a file or a line is invalid.
     """
 
     name = "jsonl"
@@ -123,8 +118,7 @@ def _order(split: Split, epoch: int, count: int) -> list[int]:
 def read_jsonl(path: Path) -> list[Line]:
     """The lines of a file: JSON objects with the texts `question` and `answer`, or blank.
 
-    Raises:
-        UserError: the file or a line is invalid; the message names both.
+    Raises UserError, which names file and line.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors write a BOM

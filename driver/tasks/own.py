@@ -85,8 +85,7 @@ def _takes_four(function: Any) -> bool:
 def own_task(name: str) -> OwnTask:
     """The task of a class `module:Class`, also of the current folder, or `path/to/file.py:Class`.
 
-    Raises:
-        UserError: the module cannot be imported, or the task cannot be created.
+    Raises UserError if the module cannot be imported or the task cannot be created.
     """
     place, _, kind = name.rpartition(":")
     path = user_path(place).resolve() if place.endswith(".py") else None

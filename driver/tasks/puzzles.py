@@ -40,10 +40,8 @@ class PuzzlesTask(Task):
     """Three kinds of problems; the reward is 1 if the answer after the last `=>` is right.
 
     The answer of a sum or a story is a number, that of a countdown any steps that use every number
-    once and end at the target, `=> 3+2=5, 9+5=14`.
-
-    Args:
-        difficulty: the terms of sums have up to `difficulty` + 1 digits.
+    once and end at the target, `=> 3+2=5, 9+5=14`. Terms of sums have up to `difficulty` + 1
+    digits.
 
     Example:
         >>> task = PuzzlesTask()

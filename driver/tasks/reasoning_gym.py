@@ -17,16 +17,11 @@ _SAMPLE = 8  # items that are checked for answers of several lines
 
 
 class ReasoningGymTask(Task):
-    """A procedural data set of reasoning-gym, scored by its scorer.
+    """A procedural data set of reasoning-gym, such as `basic_arithmetic`, with its own scorer.
 
     If answers have one line, the first line of the response is scored and a line end stops
-    generation. Otherwise the whole response is scored.
-
-    Args:
-        dataset: a data set's name, for example `basic_arithmetic`.
-
-    Raises:
-        UserError: the package is missing, or it has no data set of this name.
+    generation. Otherwise the whole response is scored. Raises UserError without package or data
+    set.
     """
 
     name = "reasoning_gym"

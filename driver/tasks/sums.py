@@ -19,10 +19,7 @@ class SumsTask(Task):
     """`start+addend=`, answered by counting on, one step at a time.
 
     The response to `578+3=` is `579+2=580+1=581`. The reward is 1 if the text after the last `=` is
-    the answer, else 0; the steps before it are ignored.
-
-    Args:
-        difficulty: the start has `difficulty` + 2 digits.
+    the answer, else 0; the steps before it are ignored. The start has `difficulty` + 2 digits.
 
     Example:
         >>> task = SumsTask()

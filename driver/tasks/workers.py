@@ -42,8 +42,7 @@ class RewardWorkers:
     def submit(self, index: int, prompt: Prompt, text: str, finished: bool = True) -> None:
         """Queues a response; `index` orders the rewards that `collect` returns.
 
-        Raises:
-            UserError: an earlier sample failed and `reward.on_error=stop`.
+        Raises UserError if an earlier sample failed and `reward.on_error=stop`.
         """
         self._waiting.append((index, prompt, text, finished))
         if self.config.workers:
@@ -52,8 +51,7 @@ class RewardWorkers:
     def collect(self, count: int) -> list[float]:
         """Waits for the finite rewards of the `count` responses since the last call.
 
-        Raises:
-            UserError: a sample failed and `reward.on_error=stop`.
+        Raises UserError if a sample failed and `reward.on_error=stop`.
         """
         self.score()
         while len(self._values) < count:
