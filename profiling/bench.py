@@ -186,12 +186,7 @@ def run_all(modules: dict[str, ModuleType], settings: list[str], options: list[s
 
     The warm start is made first, within its own limit; without it the benchmarks that need it are
     left out. A benchmark that fails, or is stopped at its limit of a quick run, costs its own
-    numbers only.
-
-    Args:
-        modules: name -> benchmark.
-        settings: `key=value` words of `--set`.
-        options: the words of the command, which each benchmark takes.
+    numbers only. `options` are the words of the command, which each benchmark takes.
     """
     modules = {n: m for n, m in modules.items() if getattr(m, "IN_ALL", True)}
     modules = {n: m for n, m in modules.items() if needs_cuda(m) == torch.cuda.is_available()}

@@ -121,11 +121,8 @@ def rivals(
 ) -> dict[str, list[Callable[[], object]]]:
     """Calls of the peers that run here; those that compile run in a few cases only.
 
-    Args:
-        case: the shape.
-        inputs: arrays of our op, which FlashInfer reads as well.
-        quick: fewer cases and a shorter limit.
-        late: peers that exceeded the limit; they are left out from then on.
+    FlashInfer reads the arrays of our op. `late` has the peers that exceeded the limit, which are
+    left out from then on.
     """
     shape, count = HEADS[case.heads], len(inputs)
     how = (shape, case.batch, case.kv, case.rows, case.tree, count)

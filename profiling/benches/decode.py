@@ -70,12 +70,7 @@ Cells = dict[tuple[int, str], dict[str, Any]]  # (batch, strategy) -> measuremen
 
 
 class PassClock:
-    """Wraps the engine's runner and times the passes in which a whole batch runs.
-
-    Args:
-        inner: the runner.
-        batch, strategy: of the timed passes.
-    """
+    """Wraps the engine's runner and times the passes in which a whole batch runs."""
 
     def __init__(self, inner: PassRunner, batch: int, strategy: Strategy) -> None:
         self.inner, self.batch, self.strategy = inner, batch, strategy
@@ -123,9 +118,7 @@ def measure(
 ) -> dict[str, Any]:
     """Decodes with one strategy and measures the passes in which the whole batch runs.
 
-    Returns:
-        `pass_us`, `tokens_per_s`, `accept_length`, `counts` (for `workload.accept_length`) and
-        `host_share` of the rollout since its first pass.
+    `host_share` is that of the rollout since its first pass.
     """
     tokens = next(count for most, count in TOKENS.items() if batch <= most)
     tokens = SYNTHETIC_TOKENS if synthetic else tokens
@@ -164,15 +157,7 @@ def grid(
 ) -> Cells:
     """A row for every batch and strategy, `off` first.
 
-    Args:
-        bench: takes the rows.
-        subject: the model.
-        batches: batch sizes.
-        strategies: besides `off`.
-        accepts: counts by strategy for a subject with random weights.
-
-    Returns:
-        The measurements.
+    A subject with random weights gets `accepts`, counts by strategy.
     """
     top = max(batches)
     listed = " ".join(["off", *strategies])

@@ -124,11 +124,7 @@ def merge(
 ) -> None:
     """A row for each run with ratios to plain decoding of the same seed, and the targets.
 
-    Args:
-        bench: takes the rows.
-        runs: all with one limit of tokens.
-        memory: of each run by arm and seed.
-        limit: the limit, where it is not the preset's; 0 = it is.
+    `limit` is that of the tokens, where it is not the preset's; 0 = it is.
     """
     off = {run.seed: run for run in runs if run.arm == "off"}
     ratios = {}
@@ -159,13 +155,7 @@ def merge(
 
 
 def book_full(bench: Bench, full: list[ArmRun], ratios: list[dict[str, float | int]]) -> None:
-    """The targets of the full system.
-
-    Args:
-        bench: takes the figures.
-        full: the runs.
-        ratios: to plain decoding, of the seeds that both have.
-    """
+    """The targets of the full system; `ratios` to plain decoding are of seeds that both have."""
     compared = [found for found in ratios if found["identical_steps"]]
     if compared:
         bench.got |= {

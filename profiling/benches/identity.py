@@ -73,11 +73,7 @@ def options(words: Sequence[str]) -> argparse.Namespace:
 def comparison(subject: Subject, arms: list[Arm], size: Size, *, train: bool) -> Comparison:
     """A comparison in an engine with room for every arm.
 
-    Args:
-        subject: policy and drafter.
-        arms: besides `off`.
-        size: of the batch and the requests.
-        train: train the drafter on the responses of `off` in the first round.
+    `train`: the drafter learns from the responses of `off` in the first round.
     """
     strategies = [arm.strategy for arm in arms if arm.strategy is not None]
     captured = [str(s) for s in strategies if s.drafting is not ORACLE]

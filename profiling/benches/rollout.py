@@ -216,11 +216,7 @@ def hf_seconds(
 ) -> float:
     """Seconds of the trace, extrapolated from `HF_STEPS` tokens of each request.
 
-    Args:
-        policy: of transformers.
-        prompts: ids.
-        lengths: new tokens of each request.
-        how: cache and batching: "dynamic", "static" (compiled) or "continuous".
+    `how` is cache and batching: "dynamic", "static" (compiled) or "continuous".
     """
     settings = GenerationConfig(
         do_sample=True,

@@ -163,12 +163,7 @@ def book_shared(bench: Bench, shape: str, found: dict[str, Any]) -> None:
 
 
 def book(bench: Bench, seconds: Mapping[str, float]) -> None:
-    """The ratios of the targets.
-
-    Args:
-        bench: takes the figures.
-        seconds: arm -> seconds of a step.
-    """
+    """The ratios of the targets, from the seconds of a step by arm."""
     for target, other in RATIOS.items():
         if other in seconds and BOTH in seconds:
             bench.got[target] = round(seconds[other] / seconds[BOTH], 3)

@@ -34,12 +34,7 @@ GENERATION, REWARDS = "generation", "rewards"
 
 
 class Recorder(TrainerCallback):
-    """Times the phases of each step and writes the records of the run.
-
-    Args:
-        folder: of the run.
-        say: takes a line of progress.
-    """
+    """Times the phases of each step and writes the records of the run."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder, self.say, self.begin = folder, say, now()

@@ -43,11 +43,7 @@ VLLM = "--vllm"
 
 
 def lacks_vllm(folder: str) -> str:
-    """Why vLLM cannot be started; "" = it can.
-
-    Args:
-        folder: that holds the package; "" = where Python finds it.
-    """
+    """Why vLLM cannot be started from a folder, or from where Python finds it; "" = it can."""
     if folder:
         found = (Path(folder) / "vllm").is_dir()
         return "" if found else f"--vllm {folder}: holds no folder named vllm"
@@ -62,14 +58,9 @@ def environment(folder: str) -> dict[str, str]:
 
 
 class Vllm:
-    """A vLLM engine in a process of its own.
+    """A vLLM engine in a process of its own, with settings of `vllm.LLM`.
 
-    Args:
-        name: for messages.
-        folder: see `lacks_vllm`.
-        log: file for what vLLM prints.
-        variables: over those of `environment`.
-        **settings: of `vllm.LLM`.
+    `log` is the file for what vLLM prints; `variables` go over those of `environment`.
     """
 
     def __init__(
@@ -106,18 +97,10 @@ class Vllm:
         counted: bool = False,
         tokens: bool = False,
     ) -> dict[str, Any]:
-        """Generates one batch.
+        """Generates one batch: `seconds`, `lengths`, and what is asked for.
 
-        Args:
-            prompts: ids.
-            limits: new tokens of each request.
-            temperature: 0 = greedy.
-            stops: ids that end a response; none = end tokens of the model do not end it either.
-            counted: whether vLLM counts drafts, which costs time.
-            tokens: whether the answer holds the ids.
-
-        Returns:
-            `seconds`, `lengths`; `accept_length` if drafts were counted; `tokens`.
+        Without `stops` the end tokens of the model do not end a response. `counted` asks for
+        `accept_length`, which costs time, `tokens` for the ids.
         """
         batch = {
             "prompts": [list(ids) for ids in prompts],
@@ -156,11 +139,9 @@ class Vllm:
 
 
 class Server:
-    """The engine in its process.
+    """The engine in its process, with settings of `vllm.LLM`.
 
-    Args:
-        settings: of `vllm.LLM`; `draft_load_format` among the speculative ones is that of the
-            drafter's weights.
+    `draft_load_format` among the speculative ones is that of the drafter's weights.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:

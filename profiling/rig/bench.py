@@ -20,32 +20,19 @@ STOPPING_S = 20  # for a process that was asked to end, to write what it has
 
 @dataclass
 class Bench:
-    """Rows, figures of targets and further files of one benchmark.
-
-    Attributes:
-        copy_gb_per_s: measured copy bandwidth of the card; NaN without a card.
-        quick: run only the cases of targets.
-        only: regular expression over case names.
-        settings: `key=value` words for a configuration (`--set`).
-        options: words that this benchmark alone takes.
-        known: rows of the earlier result that this one adds to (`--add`).
-        rows: of the table.
-        files: name -> content of `<bench>-<name>.json` beside the result.
-        got: target -> its figure.
-        failed: the parts that failed or were stopped.
-    """
+    """Rows, figures of targets and further files of one benchmark."""
 
     name: str
-    copy_gb_per_s: float
-    quick: bool = False
-    only: str = ""
-    settings: list[str] = field(default_factory=list)
-    options: list[str] = field(default_factory=list)
-    known: list[dict] = field(default_factory=list)
+    copy_gb_per_s: float  # of the card, measured; NaN without a card
+    quick: bool = False  # run only the cases of targets
+    only: str = ""  # regular expression over case names
+    settings: list[str] = field(default_factory=list)  # words for a configuration (`--set`)
+    options: list[str] = field(default_factory=list)  # that this benchmark alone takes
+    known: list[dict] = field(default_factory=list)  # rows of the earlier result (`--add`)
     rows: list[dict] = field(default_factory=list)
-    files: dict[str, Any] = field(default_factory=dict)
-    got: dict[str, float] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
+    files: dict[str, Any] = field(default_factory=dict)  # content of `<bench>-<name>.json`
+    got: dict[str, float] = field(default_factory=dict)  # target -> its figure
+    failed: list[str] = field(default_factory=list)  # parts that failed or were stopped
 
     @property
     def words(self) -> list[str]:
@@ -122,8 +109,7 @@ class Stopped(KeyboardInterrupt):
 def run_apart(module: str, *words: str) -> dict[str, Any]:
     """Runs a module in its own process; returns the JSON of its last line.
 
-    Raises:
-        RuntimeError: it failed; the message is the last line of its errors.
+    Raises RuntimeError with the last line of its errors.
     """
     command = [sys.executable, "-m", module, *words]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -59,11 +59,7 @@ def targets_of(name: str, got: dict[str, float]) -> list[dict[str, Any]]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """One result file: `meta`, `rows`, `targets`.
-
-    Raises:
-        ValueError: the file cannot be read or holds something else; the message is one line.
-    """
+    """One result file: `meta`, `rows`, `targets`; ValueError, in one line, if it is none."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -76,10 +72,7 @@ def load(path: Path) -> dict[str, Any]:
 def newest_first(results: Path, bench: str, file: str = "") -> list[Path]:
     """A benchmark's files on the card of the targets, of a whole and a quick run, newest first.
 
-    Args:
-        results: folder of all cards.
-        bench: name of the benchmark.
-        file: name of a file beside the result; "" = the result.
+    With `file` those of this name beside the results.
     """
     own = f"{bench}.json"
     runs = [results / TARGETS_CARD / part for part in ("", "quick")]

@@ -78,27 +78,17 @@ QWEN2_7B = qwen2(3584, 18944, 28, 28, 4, vocab_size=152064, tie_word_embeddings=
 
 @dataclass
 class Subject:
-    """A policy with a drafter, ready for an engine.
-
-    Attributes:
-        words: settings that it was made with.
-        weights: by their Hugging Face names.
-        stops: ids that end a response.
-        prompts: gives the ids of the first n prompts.
-        drafter: state of a checkpoint; None = random weights.
-        policy: the model of transformers, where there is one.
-        folder: of the policy; None = none is on the disk.
-    """
+    """A policy with a drafter, ready for an engine."""
 
     name: str
-    words: list[str]
+    words: list[str]  # settings that it was made with
     spec: ModelSpec
-    weights: dict[str, Tensor]
-    stops: tuple[int, ...]
-    prompts: Callable[[int], list[tuple[int, ...]]]
-    drafter: dict | None = None
-    policy: PreTrainedModel | None = None
-    folder: Path | None = None
+    weights: dict[str, Tensor]  # by their Hugging Face names
+    stops: tuple[int, ...]  # ids that end a response
+    prompts: Callable[[int], list[tuple[int, ...]]]  # the ids of the first n prompts
+    drafter: dict | None = None  # state of a checkpoint; None = random weights
+    policy: PreTrainedModel | None = None  # of transformers, where there is one
+    folder: Path | None = None  # of the policy; None = none is on the disk
 
     @property
     def num_bytes(self) -> int:
@@ -108,13 +98,7 @@ class Subject:
         return sum(weight.nbytes for name, weight in self.weights.items() if name != unread)
 
     def rollout(self, *words: str, longest: int, parallel: TensorParallel | None = None) -> Rollout:
-        """Builds an engine with the drafter.
-
-        Args:
-            words: `key=value` settings over those of the subject.
-            longest: tokens of the longest request.
-            parallel: the ranks that share the model.
-        """
+        """Builds an engine with the drafter, and with `words` over the settings of the subject."""
         config = load_config([*self.words, *words])
         rollout = build_rollout(config, self.spec, self.weights, longest, parallel)
         if rollout.spot is not None:
@@ -124,13 +108,7 @@ class Subject:
         return rollout
 
     def requests(self, limits: Sequence[int], *, stop: bool, round: int = 0) -> list[Request]:
-        """One request for each prompt.
-
-        Args:
-            limits: new tokens of each request.
-            stop: whether the model's end tokens end a response.
-            round: each round has other noise.
-        """
+        """One request for each prompt and limit of new tokens; each round has other noise."""
         params = SamplingParams(stop_ids=self.stops if stop else ())
         return [
             Request(
@@ -144,12 +122,7 @@ class Subject:
 
 
 def fix_bandit(rollout: Rollout, **settings: Any) -> Bandit:
-    """Gives the engine a new bandit with these settings over the old one's.
-
-    Args:
-        rollout: whose engine gets the bandit.
-        settings: fields of `BanditConfig`.
-    """
+    """Gives the engine a new bandit with these fields of `BanditConfig` over the old one's."""
     engine = rollout.engine
     arms = parse_strategies(engine.config.strategies)
     config = replace(engine.bandit.config, **settings)
@@ -168,13 +141,8 @@ def of_checkpoint(
 ) -> Subject:
     """The model of some settings, as it is or with its warm start.
 
-    Args:
-        name: of the subject.
-        words: settings.
-        warmed: whether the warm start is used.
-        note: takes lines of progress.
-        longest: take the prompts with the longest worked responses among four times as many; else
-            the first ones.
+    With `longest` it takes the prompts with the longest worked responses among four times as many,
+    else the first ones.
     """
     config = load_config(words)
     folder: Path | None

@@ -200,15 +200,7 @@ def _wanted(target: Target) -> str:
 
 
 def filled(text: str, targets: Sequence[Target]) -> str:
-    """The text with every marked table replaced.
-
-    Args:
-        text: of a document.
-        targets: with their figures.
-
-    Raises:
-        ValueError: a marker names an unknown table.
-    """
+    """The text with every marked table replaced; ValueError for an unknown one."""
 
     def table(match: re.Match[str]) -> str:
         if match["name"] not in TABLES:

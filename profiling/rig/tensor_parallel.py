@@ -95,11 +95,7 @@ def measure(
 ) -> dict[str, Any]:
     """Compares the engine of this rank alone with that of its group; a collective call.
 
-    Args:
-        subject: the shape; its weights are freed.
-        parallel: the group.
-        tokens: to compare, at least.
-        graphs: `engine.graphs` of the group.
+    The weights of the subject are freed. `tokens` is the least number to compare.
     """
     world = parallel.world
     note = say if world.rank == 0 else ignore

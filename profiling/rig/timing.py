@@ -80,16 +80,10 @@ def elapsed_us(call: Call, before: Call = sleep) -> float:
 def alternate(
     arms: Mapping[str, Call], *, rounds: int, warm_ups: int = 1, before: Call = sleep
 ) -> dict[str, list[float]]:
-    """Times all arms in every round, in an order that alternates.
+    """Microseconds of each round of all arms, in an order that alternates.
 
-    Args:
-        arms: name -> the work.
-        rounds: timed rounds.
-        warm_ups: rounds before them, which warm the clocks and the graphs.
-        before: runs before each start of the clock.
-
-    Returns:
-        name -> microseconds of each round.
+    `warm_ups` rounds before warm the clocks and the graphs; `before` runs before each start of the
+    clock.
     """
     times: dict[str, list[float]] = {name: [] for name in arms}
     for index in range(rounds + warm_ups):
@@ -101,16 +95,10 @@ def alternate(
 
 
 def measure(arms: Mapping[str, Call], *, rounds: int = 15, cold: bool = True) -> dict[str, Timing]:
-    """Times the arms against each other, each call as one graph launch.
+    """Times arms, which must be capturable, against each other, each call as one graph launch.
 
-    Args:
-        arms: name -> the work to time, which must be capturable.
-        rounds: timed launches of each arm.
-        cold: read a buffer larger than the L2 before every launch. It is not written: written
-            lines would leave the L2 during the timed work.
-
-    Returns:
-        name -> `Timing`.
+    `cold`: a buffer larger than the L2 is read before every launch. It is not written: written
+    lines would leave the L2 during the timed work.
     """
     if profiling:
         return run_in_profile_range({name: [call] for name, call in arms.items()})
@@ -126,17 +114,10 @@ def num_cold_inputs(num_bytes: int) -> int:
 
 
 def measure_in_turn(arms: Mapping[str, list[Call]], *, rounds: int = 9) -> dict[str, Timing]:
-    """Times arms of many calls each, on inputs that together exceed the L2 several times over.
+    """Times arms of many calls each, on `num_cold_inputs` inputs that exceed the L2 several times.
 
     All calls of an arm are one graph, repeated until it takes two milliseconds. A call costs what
     it costs in a model's step, and nothing between the calls writes to the L2.
-
-    Args:
-        arms: name -> the calls, one for each of `num_cold_inputs` inputs.
-        rounds: timed launches of each arm.
-
-    Returns:
-        name -> `Timing` of one call.
     """
     if profiling:
         return run_in_profile_range(arms)

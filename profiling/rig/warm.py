@@ -34,16 +34,8 @@ def find_warm_start(words: Sequence[str]) -> Path | None:
 def make_warm_start(words: Sequence[str], seconds: float = LIMIT_S) -> Path:
     """Makes the warm start where there is none, in a process that frees its card memory.
 
-    Args:
-        words: settings of a benchmark.
-        seconds: limit of the process.
-
-    Returns:
-        The folder of policy and drafter.
-
-    Raises:
-        TimeoutError: it was stopped at its limit.
-        SystemExit: it failed.
+    Returns the folder of policy and drafter. Raises TimeoutError after so many seconds, SystemExit
+    if it failed.
     """
     start = warm_words(words)
     if find_warm_start(start) is None:

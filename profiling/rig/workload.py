@@ -18,17 +18,7 @@ def trace_lengths(
     seed: int = SEED,
     cap: int = CAP,
 ) -> list[int]:
-    """Lognormal response lengths, the same on every machine.
-
-    Args:
-        count: requests.
-        median: tokens.
-        sigma: standard deviation of the logarithm.
-        seed: of the generator.
-        cap: tokens of the longest response.
-
-    Returns:
-        `count` lengths from 1 to `cap`.
+    """Lognormal response lengths up to `cap`, the same on every machine.
 
     Example:
         >>> max(trace_lengths()), sorted(trace_lengths())[64]
@@ -43,8 +33,7 @@ def trace_lengths(
 def accept_length(counts: Sequence[int]) -> float:
     """Mean tokens that a request emits in a speculative pass, the target's own token included.
 
-    Args:
-        counts: `counts[n - 1]` passes emitted n tokens; without passes the mean is 1.0.
+    `counts[n - 1]` passes emitted n tokens; without passes the mean is 1.0.
 
     Example:
         >>> accept_length([1, 0, 1])

@@ -112,12 +112,10 @@ class Speed:
 
 
 def speeds(arms: Mapping[str, Arm], counted: Mapping[str, Arm], batch: Batch) -> dict[str, Speed]:
-    """Tokens a second after the first token.
+    """Tokens a second after the first token, of a batch with equal limits.
 
-    Args:
-        arms: timed, every other round in reverse.
-        counted: run once before, for accept lengths and warm caches.
-        batch: with equal limits.
+    Every other round of `arms` is in reverse. `counted` run once before, for accept lengths and
+    warm caches.
     """
     accepted = {name: arm(batch).accept_length for name, arm in counted.items()}
     whole, first = defaultdict(list), defaultdict(list)

@@ -16,16 +16,7 @@ from profiling.studies.drafting import Study
 
 
 def packing(study: Study, spot: SpotTrainer, room: int) -> float:
-    """Trains on the same documents packed and padded.
-
-    Args:
-        study: takes the rows.
-        spot: its step is timed.
-        room: tokens of a step, padding included.
-
-    Returns:
-        Time of the padded steps over that of the packed ones.
-    """
+    """Time of training steps on padded documents over that on packed ones, in `room` tokens."""
     lengths = [min(n, room) for n in trace_lengths(64, median=max(4, room // 32), cap=room)]
     padded: list[list[int]] = [[]]
     packed: list[list[int]] = [[]]

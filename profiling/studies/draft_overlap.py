@@ -20,11 +20,7 @@ ROUNDS = 3  # rollouts with training and without
 def overlap(bench: Bench, subject: Subject, tail: int, name: str) -> None:
     """Measures each partition of the card, then rollouts with training and without.
 
-    Args:
-        bench: takes the rows.
-        subject: the model.
-        tail: tokens of the longest request.
-        name: prefix of the rows.
+    `tail` is the number of tokens of the longest request.
     """
     rollout = subject.rollout(
         "engine.strategies=off learned:2,1,3",  # the second one makes a drafter to train

@@ -112,8 +112,7 @@ class Study:
     def train(self, spot: SpotTrainer, steps: int) -> float:
         """Trains until the steps or the time are used up, and swaps the drafter into the engine.
 
-        Returns:
-            Seconds of a step, without the first few.
+        Returns the seconds of a step, without the first few.
         """
         warm, made = min(5, steps // 2), 0
         began = begin = time.perf_counter()

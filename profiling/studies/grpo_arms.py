@@ -21,10 +21,7 @@ TRAINERS = {TRL: "over_trl_hf_x", TRL_VLLM: "over_trl_vllm_x"}  # of others -> t
 
 
 def arm_words(config: Config) -> dict[str, list[str]]:
-    """Arm -> its settings over those of the full system.
-
-    Args:
-        config: of the full system.
+    """Arm -> its settings over those of the full system, which has this configuration.
 
     Example:
         >>> arm_words(load_config(["preset=h100"]))["static"]
@@ -151,10 +148,6 @@ def against_off(run: ArmRun, off: ArmRun) -> dict[str, float | int]:
     step, since the first steps compile the update; `run_over_off` compares the sums. `amdahl` is
     the step ratio that follows from the rollout ratio s alone: 1 / (1 - g + g / s), with the
     median share g of generation in a step of `off`.
-
-    Args:
-        run: any arm.
-        off: the arm without speculation.
     """
     equal: dict[str, float | int] = {"identical_steps": identical_steps(run, off)}
     if not equal["identical_steps"]:

@@ -36,14 +36,8 @@ def make_runs(
 ) -> None:
     """Makes all runs, as far as the time allows; finished ones are kept, stopped ones resume.
 
-    Args:
-        jobs: arms and seeds.
-        words: settings of all runs.
-        known: arm -> its settings over those.
-        runs: the folder of the runs.
-        steps: of each run.
-        seconds: for all runs together.
-        vllm: folder of the package, for TRL's arm with it.
+    `words` are the settings of all runs, `known` those of each arm. `seconds` are for all runs
+    together; `vllm` is the folder of the package, for TRL's arm with it.
     """
     deadline = time.monotonic() + seconds
     try:
@@ -79,9 +73,7 @@ def make_runs(
 def trl_command(words: Sequence[str], vllm: str | None = None) -> list[str] | None:
     """The command of an arm of TRL; None, and a line with the reason, where it cannot run.
 
-    Args:
-        words: settings of the run.
-        vllm: folder of the package that generates; None = transformers does.
+    `vllm` is the folder of the package that generates; None = transformers does.
     """
     missing = [name for name in TRL_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
@@ -102,11 +94,7 @@ def trl_command(words: Sequence[str], vllm: str | None = None) -> list[str] | No
 
 
 def ended(command: list[str], seconds: float = math.inf) -> bool:
-    """Runs a command; False where it was stopped at the limit, with its last checkpoint.
-
-    Raises:
-        SystemExit: it failed.
-    """
+    """Runs a command; False where it was stopped at the limit, SystemExit where it failed."""
     code = run_within(command, seconds)
     if code:
         raise SystemExit(f"exit code {code}: {' '.join(command)}")

@@ -28,11 +28,7 @@ GRAPH_BATCHES += [*range(80, 129, 16), *range(160, 257, 32)]
 class Engines:
     """vLLM engines that are started side by side; each is stopped while another engine runs.
 
-    Args:
-        bench: takes a row for each start.
-        folder: that holds the package.
-        logs: folder for what they print.
-        scratch: folder for caches, models and drafters.
+    `folder` holds the package; `logs` gets what they print, `scratch` caches, models and drafters.
     """
 
     def __init__(self, bench: Bench, folder: str, logs: Path, scratch: Path) -> None:
@@ -51,16 +47,10 @@ class Engines:
         invariant: bool = False,
         **more: Any,
     ) -> None:
-        """Starts an engine without waiting for it.
+        """Starts an engine, with more settings of `vllm.LLM`, without waiting for it.
 
-        Args:
-            name: of the engine.
-            model: folder.
-            kv_gib: size of its cache.
-            k: drafted tokens.
-            most: requests of the largest batch with a graph.
-            invariant: results do not depend on the batch.
-            **more: settings of `vllm.LLM`, over those below.
+        It drafts `k` tokens; `most` is the largest batch with a graph. `invariant`: results do not
+        depend on the batch.
         """
         label = re.sub(r"\W+", "-", name)
         variables = {
