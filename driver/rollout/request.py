@@ -298,7 +298,7 @@ class RunningRequest:
             version,
             list(self.drafter_versions),
             list(self.tools),
-            aborted and self.finish is not None,
+            aborted and self.finish == "stop",
             self.spec_tokens / self.spec_passes if self.spec_passes else None,
         )
 

@@ -111,6 +111,20 @@ def test_a_cancelled_request_ends_with_the_tokens_so_far(session):
     assert same(session.generate(long), whole)
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_request_without_room_that_is_aborted_before_it_starts_ends_as_before(session, cut):
+    """It has no tokens to generate, or is the continuation of a response at its limit."""
+    (request,) = endless(jobs(1, seed=45, new=4 if cut else 0))
+    (whole,) = session.generate(request)
+    session.sleep()
+    session.submit(replace(request, resume=whole) if cut else request)
+    (aborted,) = session.abort()
+    session.wake()
+    assert not aborted.turn_ended
+    (resumed,) = session.generate(replace(request, resume=aborted), on_end=lambda state: [7])
+    assert (resumed.token_ids, resumed.finish) == (whole.token_ids, "length")
+
+
 def test_a_callback_of_an_aborted_request_may_use_the_session(session):
     future, called = session.submit(endless(jobs(1, seed=44, new=200))[0]), []
     future.add_done_callback(lambda _: called.append(session.wake()))
