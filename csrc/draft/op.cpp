@@ -3,6 +3,7 @@
 #include <string>
 
 #include "common/dispatch.h"
+#include "common/limits.h"
 
 namespace tlt {
 namespace {
@@ -82,7 +83,8 @@ void draft_level_inputs(const DraftWeightsArgs& weights, const LevelNodes& nodes
   ints("position", rows.position).dense().shape({params.rows});
   require(hidden_out.data != hidden.data || params.rows == 0, op,
           "hidden_out: expected memory separate from hidden, got the same memory");
-  require(depth >= 0, op, "depth: expected 0 or more, got " + std::to_string(depth));
+  require(depth >= 0 && depth <= kMaxDepth, op,
+          "depth: expected 0 to " + std::to_string(kMaxDepth) + ", got " + std::to_string(depth));
   params.node_token = nodes.token.ptr<int32_t>();
   params.frontier = frontier.node.ptr<int32_t>();
   params.row = frontier.row.ptr<int32_t>();

@@ -47,7 +47,8 @@ void advance_batch(const PassOutput& verified, const AdvanceTokens& table,
   }
   const Arg tokens(op, "tokens", table.tokens);
   tokens.on(control).is({DType::kInt32}).separate().shape({kAny, kAny});
-  require(lookahead >= 0, op, "lookahead: expected 0 or more, got " + std::to_string(lookahead));
+  require(lookahead >= 0 && lookahead <= INT32_MAX, op,
+          "lookahead: expected 0 to 2^31 - 1, got " + std::to_string(lookahead));
   const AdvanceBatchParams params{verified.emitted.ptr<int32_t>(),
                                   verified.logprobs.ptr<float>(),
                                   verified.num_emitted.ptr<int32_t>(),

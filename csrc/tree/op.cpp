@@ -71,9 +71,9 @@ void expand_tree(const Tensor& draft_logits, const NodesArgs& nodes, const Expan
   }
   logits_arg.shape({B * F, kAny});
   require_range(op, "top_k (second axis of next_frontier.node)", K, 1, kMaxTopK);
-  require(slot_base >= 0 && slot_base + F <= kMaxDraftSlots, op,
-          "slot_base: expected drafter slots 0 to 255, got " + std::to_string(slot_base) + " to " +
-              std::to_string(slot_base + F - 1));
+  require(slot_base >= 0 && slot_base <= kMaxDraftSlots - F, op,
+          "slot_base: expected drafter slots 0 to 255, got " + std::to_string(F) + " slots from " +
+              std::to_string(slot_base));
   require(score_temperature == 0 ||
               (score_temperature >= kMinScoreTemperature && score_temperature <= 1e6),
           op,

@@ -197,7 +197,8 @@ def test_draft_inputs_checks_its_arguments(changes, error, match):
         ({"hidden_out": torch.zeros(4, 24).half()}, TypeError, "hidden_out: expected the dtype"),
         ({"hidden_out": torch.zeros(3, 24)}, ValueError, r"hidden_out: expected shape \[4, 24\]"),
         ({"position": ints(0)}, ValueError, r"position: expected shape \[4\]"),
-        ({"depth": -1}, ValueError, "depth: expected 0 or more, got -1"),
+        ({"depth": -1}, ValueError, "depth: expected 0 to 16, got -1"),
+        ({"depth": 2**32}, ValueError, "depth: expected 0 to 16, got 4294967296"),
     ],
 )
 def test_draft_level_inputs_checks_its_arguments(changes, error, match):

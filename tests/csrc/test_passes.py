@@ -355,7 +355,8 @@ def test_pinned_memory_needs_cuda():
         ({"remaining": ints(0)}, ValueError, r"remaining: expected shape \[2\]"),
         ({"num_new": ints(0)}, ValueError, r"num_new: expected shape \[2\]"),
         ({"granted": ints(0)}, ValueError, r"granted: expected shape \[2\]"),
-        ({"lookahead": -1}, ValueError, "lookahead: expected 0 or more, got -1"),
+        ({"lookahead": -1}, ValueError, r"lookahead: expected 0 to 2\^31 - 1, got -1"),
+        ({"lookahead": 2**63 - 1}, ValueError, r"lookahead: expected 0 to 2\^31 - 1, got 922"),
     ],
 )
 def test_advance_batch_checks_its_arguments(changes, error, match):

@@ -610,10 +610,10 @@ def test_expand_checks_its_arguments():
         expand(top_k=129)
     with pytest.raises(ValueError, match="top_k .*: expected 1 to 128, got 0"):
         expand(top_k=0)
-    with pytest.raises(ValueError, match="slot_base: expected drafter slots 0 to 255, got 256"):
-        expand(slot_base=256)
-    with pytest.raises(ValueError, match="slot_base: .* got -1"):
-        expand(slot_base=-1)
+    for base in (256, -1, 2**63 - 1):  # the last one overflows in a sum
+        match = f"slot_base: expected drafter slots 0 to 255, got 1 slots from {base}"
+        with pytest.raises(ValueError, match=match):
+            expand(slot_base=base)
     with pytest.raises(ValueError, match="score_temperature: expected 0 or 1e-6 to 1e6, got -1"):
         expand(score_temperature=-1.0)
     with pytest.raises(ValueError, match="score_temperature: .* got nan"):
