@@ -3,8 +3,6 @@
 The names below, the engine for a loop of your own, are imported on first use: they need torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -4,8 +4,6 @@ This module imports the standard library only. Help is printed, and a mistyped s
 before torch is imported.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

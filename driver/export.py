@@ -1,7 +1,5 @@
 """`tlt export`, or `python -m driver.export`: a run's drafter as an EAGLE-3 draft model."""
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before the imports below, which take seconds
     from .cli import start
 

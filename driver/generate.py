@@ -1,7 +1,5 @@
 """`tlt generate`, or `python -m driver.generate`: a text with speculation and without, compared."""
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before the imports below, which take seconds
     from .cli import start
 

@@ -1,7 +1,5 @@
 """`tlt identity`, or `python -m driver.identity`: checks that speculation changes no token."""
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before the imports below, which take seconds
     from .cli import start
 

@@ -5,8 +5,6 @@ copies the new weights into the engine. The spot trainer trains the drafter whil
 rollout leaves the machine idle.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before the imports below, which take seconds
     from .cli import start
 

@@ -1,7 +1,5 @@
 """`tlt warm`, or `python -m driver.warm`: makes a warm start, policy and drafter, and keeps it."""
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before the imports below, which take seconds
     from .cli import start
 

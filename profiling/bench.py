@@ -4,8 +4,6 @@ A benchmark is a module of `profiling.benches` with `run(bench: Bench) -> None`.
 figures for the targets of its table in `targets.toml`. A target without a figure is unmet.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

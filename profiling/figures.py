@@ -3,8 +3,6 @@
 Rewards, strategies and accept lengths are in the report of a run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

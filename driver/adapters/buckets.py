@@ -1,7 +1,5 @@
 """The weights that verl's trainer sends in buckets; imports neither verl nor Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location

@@ -1,7 +1,5 @@
 """Rollouts of TRL's `GRPOTrainer`, for its argument `rollout_func`."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections import Counter

@@ -4,8 +4,6 @@ Importing this module registers the rollout. The installed package does it throu
 `verl.plugins`; in a checkout set `VERL_USE_EXTERNAL_MODULES=driver.adapters.verl`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

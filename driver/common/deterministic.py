@@ -1,7 +1,5 @@
 """Deterministic algorithms of torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Copies of a state in host memory, for a thread that writes them while the state changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any

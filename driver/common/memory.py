@@ -1,7 +1,5 @@
 """Memory of this machine, peaks of this process as metrics, and the size of a float."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

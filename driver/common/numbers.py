@@ -1,7 +1,5 @@
 """Numbers from code of the user, such as reward functions."""
 
-from __future__ import annotations
-
 import math
 import reprlib
 from numbers import Real

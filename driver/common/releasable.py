@@ -1,7 +1,5 @@
 """Memory that is released while a program does not need it, and restored at the same addresses."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Helpers for durable writes, shared by run folders and checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

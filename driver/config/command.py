@@ -1,7 +1,5 @@
 """How a command runs: one line for a mistake of the user, no traceback for a signal."""
 
-from __future__ import annotations
-
 import errno
 import io
 import signal

@@ -4,8 +4,6 @@ Sources: DeepSeekMath (arXiv 2402.03300), Dr. GRPO (2503.20783), RLOO (2402.1474
 batch baseline, DAPO (2503.14476).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

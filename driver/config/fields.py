@@ -1,7 +1,5 @@
 """Typed fields: meaning and limits stand beside the default, and one reader converts text."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math

@@ -1,7 +1,5 @@
 """`--help`: every key with its default and its meaning, generated from the fields."""
 
-from __future__ import annotations
-
 import dataclasses
 import textwrap
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The configuration of a run: defaults, then a preset in YAML, then `key=value` words."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 import warnings

@@ -3,8 +3,6 @@
 The docstring of each class is the description of its command.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 

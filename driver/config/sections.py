@@ -4,8 +4,6 @@ Each field states its default, its meaning and its limits. `--help` prints them,
 is built in code is checked like one that was typed on the command line.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass

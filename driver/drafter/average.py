@@ -1,7 +1,5 @@
 """A moving average of the drafter's weights, which the engine drafts with."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Asynchronous checkpoints of the drafter."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

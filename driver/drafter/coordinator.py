@@ -7,8 +7,6 @@ one has finished (then it ends training). It sends this decision with the gradie
 no rank waits longer than one step. Every rank gets the result under one version number.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import time

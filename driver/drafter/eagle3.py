@@ -1,7 +1,5 @@
 """Writes drafters in the EAGLE-3 layout that serving engines load."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ the end of the piece are masked.
 Nothing here reads a number on the host, so a step over fixed-size arrays can be captured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

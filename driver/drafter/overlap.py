@@ -1,7 +1,5 @@
 """Measures, once per run, how the drafter is best trained during the tail."""
 
-from __future__ import annotations
-
 import statistics
 import time
 import warnings

@@ -1,7 +1,5 @@
 """Decides from measurements whether training the drafter pays."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """One optimizer step of the drafter over recorded entries, as a CUDA graph on a GPU."""
 
-from __future__ import annotations
-
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

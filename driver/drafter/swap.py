@@ -1,7 +1,5 @@
 """Hands new drafter weights from training to the engine."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A thread that trains during the rollout, the drafter or the policy."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

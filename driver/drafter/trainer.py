@@ -1,7 +1,5 @@
 """The spot trainer: trains the drafter in GPU time that the tail of the rollout leaves idle."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections import Counter

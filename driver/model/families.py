@@ -6,8 +6,6 @@ may lack RoPE. An entry states what differs. `ModelSpec` applies it to one confi
 launch counts read the spec. CONTRIBUTING.md says how a family is added.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..common.errors import UserError

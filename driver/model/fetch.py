@@ -1,7 +1,5 @@
 """Finds the policy's weights: a checked Hugging Face folder, or SmolLM2 fetched once."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -4,8 +4,6 @@ Prefill, plain decoding and the verification of a draft tree are one call. Each 
 and, in a tree, its ancestors. A row's logits are the same bits in all three (row invariance).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

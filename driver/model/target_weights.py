@@ -1,7 +1,5 @@
 """The weights of the target: fused, on one device, loaded by their Hugging Face names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

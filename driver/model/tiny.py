@@ -1,7 +1,5 @@
 """The tiny policy: a character tokenizer and a small random Llama."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

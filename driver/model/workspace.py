@@ -1,7 +1,5 @@
 """Scratch memory that callers provide to ops."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Atomic checkpoints: written to a scratch folder, synced, renamed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoints that are written in the background."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """`runs/<name>/`: the files of a run, and how a resumed run continues them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -3,8 +3,6 @@
 Any number of ranks can load it, whatever number saved it.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`trace.json`: the events of a run, for chrome://tracing and ui.perfetto.dev."""
 
-from __future__ import annotations
-
 import functools
 import json
 import time

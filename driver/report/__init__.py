@@ -7,8 +7,6 @@ Settings, reward, step times, the long tail, response lengths, the policy update
 strategies, memory and samples, of one run or of several side by side. A run may still go on.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The data of a run folder for the report."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

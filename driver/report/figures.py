@@ -1,7 +1,5 @@
 """The report's charts as HTML; empty where no run has the data."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The report as one self-contained HTML page: no script, no network."""
 
-from __future__ import annotations
-
 import datetime
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Chooses a strategy by batch size: one bandit per bucket, epsilon-greedy or UCB."""
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_left

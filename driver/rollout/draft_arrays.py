@@ -1,7 +1,5 @@
 """Static arrays of the drafter: the levels of a strategy, and entries to write."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -6,8 +6,6 @@ committed) therefore has entries 0 .. c - 1, as many as the target has committed
 of the same pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks of a rollout: the drafter is trained and responses are scored while it runs."""
 
-from __future__ import annotations
-
 from .request import RunningRequest
 
 

@@ -1,7 +1,5 @@
 """Pages of the KV cache: which are free, and which a prompt shares."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

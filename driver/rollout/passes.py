@@ -1,7 +1,5 @@
 """One pass of the engine, as a sequence of launches without other host work."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Commits known tokens: prompts of new requests, and all tokens of preempted ones."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

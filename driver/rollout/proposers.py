@@ -1,7 +1,5 @@
 """Proposers of draft trees other than the drafter: n-grams, both combined, and an oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol
 

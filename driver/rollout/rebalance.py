@@ -8,8 +8,6 @@ a request belongs to one rank at any time. KV is not moved: the receiver recompu
 tokens, which gives the same bits.
 """
 
-from __future__ import annotations
-
 import pickle
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs bursts of passes and waits for their end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The scheduler: which requests run, which pages they hold, and which one is preempted."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

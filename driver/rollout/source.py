@@ -1,7 +1,5 @@
 """What adds requests to a running rollout and takes them out of it."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from .request import RunningRequest

@@ -4,8 +4,6 @@ The host fills mirrors of the arrays and uploads them between bursts; during a b
 updates them. On the CPU mirror and array are the same memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Tokens of running and finished requests on the device, written by passes and read by drafts."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Prompts and limits of a run: their encoding, their lengths, what ends a response."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterator

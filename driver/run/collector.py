@@ -1,7 +1,5 @@
 """The experience of a step: prompts, their rollouts on every rank, rewards."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Runs the same requests with plain and speculative decoding, and counts equal outputs."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

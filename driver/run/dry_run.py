@@ -4,8 +4,6 @@ Reports it by part (`footprint.py`) and rejects a run that does not fit. It down
 `model.path=` may be a folder with only a `config.json`, and smollm2 need not be in the cache.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace

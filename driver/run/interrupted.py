@@ -1,7 +1,5 @@
 """Rollouts with late arrivals, aborts and tools, and the plain rollouts that they must equal."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

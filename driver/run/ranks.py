@@ -1,7 +1,5 @@
 """Utilisation of the ranks in the rollouts of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..common.world import World

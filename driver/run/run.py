@@ -1,7 +1,5 @@
 """The state of one training run: its parts, its step counter, and the phases of a step."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Starts a run: checks its settings, loads or warms up the policy, builds the other parts."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

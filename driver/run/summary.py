@@ -1,7 +1,5 @@
 """The summary of a finished run: summary.json, closing lines."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Any

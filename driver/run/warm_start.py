@@ -5,8 +5,6 @@ drafter learns from the features recorded of these and of as many worked ones. B
 `<run.root>/warm/`, as a checkpoint that `driver.train` finds by the settings that made it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Loads a policy and its tokenizer, and describes them to the engine."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

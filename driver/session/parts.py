@@ -1,7 +1,5 @@
 """Builds the parts of rollouts: target, cache, drafter, bandit, engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

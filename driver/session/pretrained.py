@@ -1,7 +1,5 @@
 """Makes the parts of a session from a model, with defaults for the device and its memory."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """One engine that several threads use: rollouts, and what changes between their bursts."""
 
-from __future__ import annotations
-
 import os
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Tasks: prompts and rewards. Each task is one class with a small interface."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

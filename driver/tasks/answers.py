@@ -1,7 +1,5 @@
 """Final answers: how to find them in a text, and how to compare them."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

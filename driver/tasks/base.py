@@ -1,7 +1,5 @@
 """The interface of a task: prompts that are a pure function of their index, and a reward."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

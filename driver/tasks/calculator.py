@@ -1,7 +1,5 @@
 """Chains of arithmetic, computed by a calculator that the model calls."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import random

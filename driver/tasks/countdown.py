@@ -5,8 +5,6 @@ next line. Its length depends on the position of the first hit in a tree of thou
 lengths of one problem size vary by two orders of magnitude.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Few-shot addition and multiplication for a pretrained model."""
 
-from __future__ import annotations
-
 import operator
 import random
 import re

@@ -1,7 +1,5 @@
 """Question/answer lines in the format of GSM8K: the final answer follows `####`."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

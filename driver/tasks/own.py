@@ -1,7 +1,5 @@
 """Tasks of the user: a class from any module or file, set by `task.name=module:Class`."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

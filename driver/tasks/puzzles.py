@@ -4,8 +4,6 @@ Most responses have a few lines and some have thousands of tokens, because the n
 follows a power law and the position of a search's first hit varies as much.
 """
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Open questions without a right answer, to generate text without a reward."""
 
-from __future__ import annotations
-
 from .base import Prompt, Split, Task, prompt_id
 
 SUBJECTS = (

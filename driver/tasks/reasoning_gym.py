@@ -1,7 +1,5 @@
 """Tasks of the reasoning-gym package, an optional extra."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

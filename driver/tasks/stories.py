@@ -1,7 +1,5 @@
 """Sums of many terms and word problems: one running total, computed line by line."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Addition by counting on: lengths follow the heavy-tailed addend."""
 
-from __future__ import annotations
-
 import random
 
 from .base import Prompt, Split, Task, held_out, prompt_id

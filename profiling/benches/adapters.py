@@ -5,8 +5,6 @@ limit of 512 tokens. `median_us` is the time of a step. The first step of an arm
 engine, does not count for the target. Needs the extra `trl`.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import subprocess

@@ -13,8 +13,6 @@ rows compare tokens, and `bench identity` takes its target from them. `fsdp` com
 and 4 ranks with those of one, on the CPU. All of it takes eight minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

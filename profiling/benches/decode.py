@@ -13,8 +13,6 @@ Cases with T1 or T0.6 compare `engine.verify=shared` and `rejection` at that tem
 strategy of depth 4, not that of the cheapest pass.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import statistics

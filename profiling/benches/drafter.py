@@ -15,8 +15,6 @@ and a frozen one, in runs under `--runs` that resume where they were stopped.
 `--seconds` gives them time. `--set task.path=FOLDER` is the folder of GSM8K.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import tempfile

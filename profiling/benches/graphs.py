@@ -16,8 +16,6 @@ uses smaller chunks here). The targets compare `mib`, the sum of graphs and buff
 meanwhile. The prediction assumes shared temporaries, so `naive` has none.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -14,8 +14,6 @@ seconds instead of minutes. Such runs have their own folder below `--runs` and t
 ("full seed 0, 512 tokens"), and decide `over_trl_hf_x` and `over_trl_vllm_x` only.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

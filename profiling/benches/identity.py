@@ -9,8 +9,6 @@ filtered, and end at different times. `median_us` is the time of a token.
 confirm it. `--seconds N` leaves out rounds that would end later.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -17,8 +17,6 @@ In the rows of a comparison `over_vllm` is ours over vLLM's best setting. Rows o
 hold what the comparison is made of, and how each vLLM engine was started.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

@@ -18,8 +18,6 @@ cheapest. Continuous batching emits all tokens of the trace at its measured rate
 `--quick` makes one round and leaves out what no target needs.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time

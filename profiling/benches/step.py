@@ -4,8 +4,6 @@ Weights are random, because the time of a step does not depend on them. The byte
 weights with the head, and the keys and values of the context.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

@@ -9,8 +9,6 @@ on the partition differ from those on the card is left out. `bench all` leaves t
 since the update in the tail is off by default.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -10,8 +10,6 @@ With the coordinator off the drafter is not trained. Needs two cards.
 GPUs share, against one GPU (`profiling/rig/tensor_parallel.py`).
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

@@ -6,8 +6,6 @@ token and those of causal attention, over `PEAK_TFLOPS`. The time that the first
 compilation is not counted.
 """
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

@@ -5,8 +5,6 @@ the fold that waits for the other ranks in its kernel, a barrier of torch before
 all-gather before a fold. One exchange among many in one graph, median of some replays.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys

@@ -4,8 +4,6 @@ Each function returns a call for each of `count` inputs of one shape. Masks, pla
 are made before and not timed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ masters. After every step the run's folder has the parts of `metrics.jsonl`, `ro
 `summary.json` that the benchmark reads. Needs trl, datasets, dill and multiprocess.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ are of `LLM.generate` with token ids in and out. Between batches the process is 
 takes no time of the host from the engine that is measured.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib.util

@@ -1,7 +1,5 @@
 """The result of a benchmark while it runs, and the processes that it starts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

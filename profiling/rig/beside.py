@@ -1,7 +1,5 @@
 """The tables of results beside vLLM, TRL and transformers, from the results of three benchmarks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

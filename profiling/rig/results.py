@@ -4,8 +4,6 @@
 `--quick`. Of two figures the newer counts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Models of the engine's benchmarks: the warmed policy, SmolLM2, shapes with random weights."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

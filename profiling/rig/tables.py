@@ -4,8 +4,6 @@ A table stands between `<!-- results: NAME -->` and `<!-- end of results -->`. T
 markers are replaced. `--check` writes nothing and exits 1 if a document differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

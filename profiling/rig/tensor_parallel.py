@@ -9,8 +9,6 @@ pass on one rank and on all, of an exchange, and of one by an all-gather. Weight
 a graph.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

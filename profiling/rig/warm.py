@@ -1,7 +1,5 @@
 """The warm start that the benchmarks of the whole system share, made once in its own process."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

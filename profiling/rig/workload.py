@@ -1,7 +1,5 @@
 """Workloads without a card: a trace of response lengths, the mean of a histogram."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What packing saves: training steps of packed documents over those of padded ones."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Training beside the tail: the slowdown of decoding and of rollouts, and the tokens trained."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

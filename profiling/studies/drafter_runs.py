@@ -4,8 +4,6 @@ All arms use one warm start and one seed. Speculation changes no token, so every
 has the same responses, and accept lengths of a step differ by the drafter alone.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A policy in its engine, responses to train drafters on, and prompts to draft for."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any

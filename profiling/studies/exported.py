@@ -3,8 +3,6 @@
 A Llama (the warmed policy) and small models of two other families, trained here for a minute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Started by `bench big` with torchrun. The last line is JSON: the share of equal bits.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

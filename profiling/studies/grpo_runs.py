@@ -1,7 +1,5 @@
 """Makes training runs of several arms and seeds from one warm start, each in its own process."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import sys

@@ -1,7 +1,5 @@
 """The vLLM engines of a benchmark: their settings, caches and drafters."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import tempfile
