@@ -28,7 +28,7 @@ LinearKernelParams kernel_params(const char* op, const LinearParams& p, bool sil
   return params;
 }
 
-// Whether aligned rows are few. Up to 8 are, except for wide weights, which the larger copies of
+// Whether aligned rows are few. Up to 8 are, except for many weights, which the larger copies of
 // wgmma read faster, and for narrow ones with long rows, whose parts clusters share. More are if it
 // costs less to read the weights again for each piece than to start another kernel.
 bool decodes(const LinearParams& p, const Card& card) {
@@ -36,10 +36,10 @@ bool decodes(const LinearParams& p, const Card& card) {
   if (p.norm_weight) return p.rows <= kFewNormedRows;
   const int64_t pieces = (p.rows + kPieceRows - 1) / kPieceRows;
   const int64_t weights = p.in_dim * p.out_dim;
-  const bool wide = p.out_dim > p.in_dim && weights > (p.rows > 4 ? 2 : 8) * kFewWeights;
+  const bool many = weights > (p.out_dim > p.in_dim && p.rows > 4 ? 2 : 8) * kFewWeights;
   const bool narrow =
       p.out_dim < 16 * card.num_sms && p.in_dim > 2 * p.out_dim && weights > kFewWeights;
-  return (p.rows <= kFewRows && !wide && !narrow) ||
+  return (p.rows <= kFewRows && !many && !narrow) ||
          (pieces <= kFewPieces && pieces * weights <= kFewWeights);
 }
 

@@ -141,7 +141,8 @@ std::optional<Grid> make_grid(const LinearParams& p, const Card& card, int split
   const int64_t whole = split == 1 ? tiles : tiles / slots * slots;
   const int64_t blocks = whole + (tiles - whole) * split;
   if (split > 1 && blocks - whole > slots) return std::nullopt;
-  const int64_t stage_bytes = (tile_rows + Of::kRows) * kLineBytes;
+  const int64_t x_rows = std::min<int64_t>(Of::kRows, ceil_div(p.rows, 8) * 8);
+  const int64_t stage_bytes = (tile_rows + x_rows) * kLineBytes;
   const auto as_int = [](int64_t n) { return static_cast<int>(n); };
   return Grid{as_int(row_tiles),
               as_int(tiles),
@@ -171,7 +172,7 @@ void consider_grid(const LinearParams& p, const Card& card, int split, int64_t t
   const auto round_cycles = [&](int64_t blocks, int of) {  // of so many blocks, 1 / of of K each
     const int64_t steps = ceil_div(ceil_div(p.in_dim, kBlockK), of);
     const int64_t beside = ceil_div(blocks, sms);  // per multiprocessor
-    const int64_t loads = beside * grid->stage_bytes / kL2Bytes;
+    const int64_t loads = beside * (tile_rows + Of::kRows) * kLineBytes / kL2Bytes;
     const int64_t products = beside * ceil_div(tile_rows, 64) * 2 * Of::kRows;
     const int64_t step = std::max({loads, products + products / 12, int64_t{Of::kBlockCycles}});
     const int64_t weights = blocks * tile_rows * kLineBytes * steps / grid->row_tiles;

@@ -126,6 +126,19 @@ def test_rows_are_stored_whole_or_by_element_with_the_same_bits(dtype, n, k):
                 assert wide[:, :offset].isnan().all() and wide[:, offset + n :].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_few_rows_of_many_weights_have_the_bits_of_few_weights(dtype):
+    """wgmma multiplies more than 32 M weights, the decode kernel 400 outputs of them."""
+    x, _, weight, bias = (t.cuda() for t in inputs(8, 3600, 9480, dtype))
+    for rows in (1, 5, 8):
+        out = x.new_full((rows, 3600), float("nan"))
+        tlt_ext.linear_rows(x[:rows], weight, out, bias=bias)
+        for first in range(0, 3600, 400):
+            at, part = slice(first, first + 400), x.new_empty(rows, 400)
+            tlt_ext.linear_rows(x[:rows], weight[at], part, bias=bias[at])
+            assert torch.equal(out[:, at], part), (rows, first)
+
+
 @SANITIZE
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize(("rows", "dim"), [(1, 1), (3, 577), (5, 1536)])
