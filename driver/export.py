@@ -163,7 +163,6 @@ def card(config: Mapping[str, Any], run: str, version: int, rows: Sequence[Measu
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the command; see `tlt export --help`."""
     options = read_options(ExportOptions, argv)
     for name in ("drafter", "out"):
         if not getattr(options, name):

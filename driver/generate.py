@@ -26,8 +26,6 @@ WARM_SAMPLES = 8  # responses that a new drafter is trained on
 
 
 class Generator:
-    """Generates responses to one prompt."""
-
     def __init__(self, options: GenerateOptions) -> None:
         self.options = options
         self.strategy = Strategy.parse(options.strategy)
@@ -102,7 +100,6 @@ def _report(line: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the command; see `tlt generate --help`."""
     options = read_options(GenerateOptions, argv)
     generator = Generator(options)
     out = sys.stdout.write

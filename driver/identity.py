@@ -156,7 +156,6 @@ def _report(line: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the command; see `tlt identity --help`."""
     identity = Identity(read_options(IdentityOptions, argv))
     try:
         identity.run()

@@ -109,7 +109,6 @@ def run_steps(run: Run, progress: Progress) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the command; see `tlt train --help`."""
     if DRY_RUN in argv:
         return dry_run(argv, Console(soft_wrap=True, highlight=False, markup=False).print)
     config = load_config(argv)

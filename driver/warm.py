@@ -19,7 +19,6 @@ def _report(line: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the command; see `tlt warm --help`."""
     config = load_config(argv)
     kept = warm_start(config, _report)
     sys.stdout.write((kept.path / REPORT).read_text(encoding="utf-8"))

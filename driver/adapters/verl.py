@@ -73,7 +73,6 @@ class Server:
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest prompt and response."""
         config = self.config
         return config.max_model_len or config.prompt_length + config.response_length
 
@@ -204,7 +203,6 @@ class Server:
         return {"aborted_count": len(ids), "request_ids": ids}
 
     async def resume_generation(self) -> None:
-        """Admits requests again."""
         self._rejects = False
         self._open.set()
 

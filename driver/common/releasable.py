@@ -26,7 +26,6 @@ class ReleasableMemory:
         self._peak_bytes = 0
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros."""
         self.peak_bytes()
         if self.device.type == "cuda" and self._supported:
             try:

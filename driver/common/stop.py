@@ -51,6 +51,5 @@ class StopRequest:
         self.name = signal.Signals(number).name
 
     def check(self) -> None:
-        """Raises `Stopped` if a signal came."""
         if self.name:
             raise Stopped(self.name)

@@ -91,7 +91,6 @@ def to_yaml(config: Config) -> str:
 
 
 def preset_names() -> list[str]:
-    """The names of the shipped presets, sorted."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 

@@ -252,7 +252,6 @@ class EngineConfig(Section, prefix="engine."):
 
     @property
     def needs_drafter(self) -> bool:
-        """Whether a strategy drafts with the learned model."""
         return any(arm.needs_drafter for arm in parse_strategies(self.strategies))
 
 

@@ -89,7 +89,6 @@ class Strategy:
 
     @property
     def needs_drafter(self) -> bool:
-        """Whether the trained drafter proposes."""
         return self.drafting.drafter
 
     @property

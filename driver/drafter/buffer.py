@@ -175,7 +175,6 @@ class DataBuffer:
             self.fresh, self.kept = [], kept
 
     def drop_kept(self) -> None:
-        """Drops the documents of the previous step."""
         with self.lock:
             self.kept = []
 

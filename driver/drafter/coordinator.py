@@ -34,7 +34,6 @@ class Coordinator:
         self._shared_steps = 0  # micro-steps whose result every rank has
 
     def start(self, step: int, refill: int) -> None:
-        """Begins a rollout."""
         self._round = f"{step}.{refill}"
         self._idle_since = 0.0
         if refill == 0:

@@ -56,7 +56,6 @@ class Bin:
 
     @property
     def small(self) -> tuple[Tensor, Tensor]:
-        """The arrays that are made on the host."""
         return self.numbers, self.offsets
 
     def load(
@@ -122,7 +121,6 @@ class Bin:
         return end - begin
 
     def batch(self, split: int, lengths: Sequence[int], teachers: Teachers) -> DraftBatch:
-        """The batch that was loaded."""
         rows = sum(lengths)
         longest = rows if self.fixed else max(lengths)
         ids, position, left = self.numbers[:, :rows]

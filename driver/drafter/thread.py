@@ -32,7 +32,6 @@ class StepThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in this thread."""
         return threading.current_thread() is self.thread
 
     def start(self, stream: torch.cuda.Stream | None, duty: float = 1.0) -> None:
@@ -44,7 +43,6 @@ class StepThread:
         self.thread.start()
 
     def stop(self) -> None:
-        """Returns once no step runs."""
         self._stop.set()
         if self.thread is not None:
             begin = time.perf_counter()

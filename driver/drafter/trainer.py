@@ -229,7 +229,6 @@ class SpotTrainer(RolloutObserver):
             self.step.capture(self.share(self.placement.rows), self.placement)
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of the next micro-steps."""
         self.step.lr.fill_(lr)
 
     # ---- training -------------------------------------------------------------------------------

@@ -53,7 +53,6 @@ class PromptEncoder:
 
     @functools.cached_property
     def turns(self) -> TurnEncoder:
-        """The encoder of answers to turns, with a tokenizer of its own."""
         return TurnEncoder(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,7 +63,6 @@ class PromptEncoder:
         return [{"role": "user", "content": text}]
 
     def describe(self) -> str:
-        """One line about the form of the prompts."""
         if self.uses_template:
             return "prompts: messages in the tokenizer's chat template"
         before = "".join(self.tokenizer.convert_ids_to_tokens(list(self._prefix)))
@@ -108,7 +106,6 @@ class TurnEncoder:
             self._before, self._after = self._frame(encode)
 
     def __call__(self, text: str) -> list[int]:
-        """The token ids of an answer."""
         return self.framed(self.plain(text))
 
     def plain(self, text: str) -> list[int]:
@@ -121,7 +118,6 @@ class TurnEncoder:
         return [*self._before, *ids, *self._after]
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of a turn."""
         with self._lock:
             return self._tokenizer.decode(ids, skip_special_tokens=False)
 

@@ -25,8 +25,6 @@ OUTPUT, DOWN = "self_attn.o_proj", "mlp.down_proj"
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a rank."""
-
     spec: ModelSpec  # its shape; queries have a place for each head that the rank computes
     # Tensor of a layer -> axis, and indices of the whole tensor that the rank holds; -1: zeros.
     chosen: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
@@ -121,7 +119,6 @@ def _places(readers: list[list[int]], head_dim: int, parts: int) -> list[int | N
 
 
 def _of_heads(heads: list[int], head_dim: int) -> Tensor:
-    """The rows of some heads."""
     first = torch.tensor(heads, dtype=torch.int64, device=HOST)[:, None] * head_dim
     return (first + torch.arange(head_dim, device=HOST)).flatten()
 

@@ -55,8 +55,6 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a model."""
-
     family: str
     vocab_size: int
     hidden_size: int
@@ -102,12 +100,10 @@ class ModelSpec:
 
     @property
     def q_dim(self) -> int:
-        """Columns of the queries."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
-        """Columns of the keys, and of the values."""
         return self.num_kv_heads * self.head_dim
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:

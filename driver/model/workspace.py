@@ -31,11 +31,9 @@ class Workspace:
         return self._bytes
 
     def for_sampling(self, logits: Tensor) -> Tensor | None:
-        """The workspace of `verify_tree` for these logits."""
         return self.take(tlt_ext.sampling_workspace_bytes(len(logits)))
 
     def for_attention(self, q: Tensor, k_cache: Tensor, block_table: Any) -> Tensor | None:
-        """The workspace of `tree_attention` for these arrays."""
         if self.device.type == "cpu":
             return None
         return self.take(

@@ -173,7 +173,6 @@ def whole_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The complete checkpoint of the highest step in a folder, or None."""
     whole = whole_checkpoints(folder)
     return whole[-1] if whole else None
 

@@ -26,7 +26,6 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a write is in progress."""
         return self._written is not None and not self._written.done()
 
     def prepare(self, state: Any) -> None:

@@ -36,7 +36,6 @@ class Phases:
         self.add(name, span.seconds)
 
     def add(self, name: str, seconds: float) -> None:
-        """Adds time that the caller measured."""
         self.total[name] += seconds
         self._step[name] += seconds
 

@@ -84,6 +84,5 @@ class Progress:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Shows a finished step with its metrics, and advances the bar."""
         self.note(step_line(step, values, self.console.width if self.console.is_terminal else 0))
         self._bar.update(self._task, completed=step)

@@ -18,7 +18,6 @@ MAX_RUNS = 4  # colours of the page
 
 
 def main(argv: Sequence[str]) -> None:
-    """Writes the page."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="tlt report", description=__doc__, formatter_class=form)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")

@@ -15,8 +15,6 @@ Record = dict[str, Any]
 
 @dataclass
 class RunData:
-    """One run folder as read."""
-
     name: str
     path: Path
     records: list[Record] = field(default_factory=list)  # finite numbers or None
@@ -38,7 +36,6 @@ class RunData:
         return clock
 
     def steps(self) -> list[Record]:
-        """The records of training steps."""
         return [record for record in self.records if record["step"] > 0]
 
 

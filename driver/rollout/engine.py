@@ -165,7 +165,6 @@ class RolloutEngine:
         self.store.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Entries of the metrics file about graphs."""
         return {} if self.runner.graphs is None else self.runner.graphs.metrics()
 
     # ---- between bursts -------------------------------------------------------------------------
@@ -182,7 +181,6 @@ class RolloutEngine:
         return any([source.ended(state) for source in self._sources])  # all of them are called
 
     def _choose(self) -> Strategy:
-        """The strategy of the next burst."""
         running = self.scheduler.running
         # A drafter cannot start from a prompt of one token, which has no committed entry.
         started = all(s.context_len > 0 for s in running)

@@ -235,7 +235,6 @@ class PassGraphs:
         self._captured[cell] = graph
 
     def metrics(self) -> dict[str, float]:
-        """Entries of the metrics file."""
         usage = self._pool.usage()
         return {
             "graphs/count": len(usage),

@@ -16,7 +16,6 @@ class Job(NamedTuple):
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """Pages that hold `tokens` slots."""
     return -(-tokens // page_size)
 
 

@@ -28,7 +28,6 @@ class Cell:
 
     @property
     def rows(self) -> int:
-        """Rows that the target sees in a pass."""
         return self.batch * self.strategy.num_verify
 
     def __str__(self) -> str:
@@ -77,7 +76,6 @@ class GraphCost:
         return launches
 
     def bytes_of(self, cell: Cell) -> int:
-        """Predicted device memory of the executable."""
         return tlt_ext.graph_bytes(self.nodes(cell), self.loop)
 
 

@@ -153,12 +153,10 @@ class Response:
 
     @property
     def turns(self) -> int:
-        """Turns of the model."""
         return 1 + len(self.tools)
 
     @property
     def num_generated(self) -> int:
-        """Tokens that the model generated."""
         return len(self.token_ids) - sum(end - begin for begin, end in self.tools)
 
     @property
@@ -227,7 +225,6 @@ class RunningRequest:
 
     @property
     def turn(self) -> int:
-        """Number of the turn of the model, from 0."""
         return len(self.tools)
 
     @property
@@ -237,7 +234,6 @@ class RunningRequest:
 
     @property
     def turn_tokens(self) -> list[int]:
-        """The tokens of the turn."""
         return self.tokens[len(self.request.prompt_ids) + self.turn_begin :]
 
     @property
@@ -259,7 +255,6 @@ class RunningRequest:
         return self.context_len - max(0, min(self.draft_len, self.context_len - 1))
 
     def append(self, emitted: Emitted, strategy: Strategy, version: int) -> None:
-        """Adds what a burst emitted."""
         tokens, logprobs, counts, finish, status = emitted
         self.status |= status
         if counts[-1] == 0:  # only damaged pages or lengths cause this; it would never finish

@@ -33,7 +33,6 @@ class Burst:
 
     @property
     def captured(self) -> bool:
-        """Whether a graph made the passes."""
         return self.counted_rows is None
 
     @property
@@ -42,7 +41,6 @@ class Burst:
 
     @cached_property
     def ended(self) -> int:
-        """Requests that finished."""
         return int(np.count_nonzero(self.ring.finish[self._records, : self.count]))
 
     @cached_property
@@ -52,12 +50,10 @@ class Burst:
 
     @property
     def total(self) -> int:
-        """Tokens emitted."""
         return int(self.emitted.sum())
 
     @property
     def active(self) -> list[int]:
-        """Requests in each pass."""
         return np.count_nonzero(self.emitted, axis=1).tolist()
 
     @property
@@ -67,7 +63,6 @@ class Burst:
 
     @property
     def rows(self) -> int:
-        """Rows of the target in all passes."""
         return self.counted_rows or self.request_passes * self.strategy.num_verify
 
     @property

@@ -40,7 +40,6 @@ class Scheduler:
 
     @property
     def active(self) -> int:
-        """Requests that run, wait or pause."""
         return len(self.running) + len(self.waiting) + len(self.paused)
 
     @property
@@ -282,7 +281,6 @@ class Scheduler:
             self._expect(state)
 
     def end(self, state: RunningRequest) -> None:
-        """Ends a paused request."""
         self.paused.remove(state)
         self._finish(state)
 
@@ -307,7 +305,6 @@ class Scheduler:
             self.release()
 
     def release(self) -> None:
-        """Frees the pages of finished requests."""
         for state in self._finished:
             if self.on_release is not None:
                 self.on_release(state)

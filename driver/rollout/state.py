@@ -76,7 +76,6 @@ class Batch:
 
     @cached_property
     def draft_sampling(self) -> tlt_ext.Sampling:
-        """Of a learned drafter."""
         return tlt_ext.Sampling(self.draft_temperature, self.request)
 
     @cached_property

@@ -131,7 +131,6 @@ class RolloutStats:
         return max(0.0, 1.0 - self.passes_s / since)
 
     def metrics(self) -> dict[str, float]:
-        """Entries of the metrics file."""
         out = {
             "spec/target_passes": self.target_passes,
             "spec/drafted": self.drafted,

@@ -55,11 +55,9 @@ class TokenStore:
         return self._lengths[:-1]
 
     def slot(self, request: RunningRequest) -> int:
-        """The row of a request."""
         return self._slots[request]
 
     def holds(self, requests: Iterable[RunningRequest]) -> bool:
-        """Whether every request has a row."""
         return all(request in self._slots for request in requests)
 
     def take(self, requests: Iterable[RunningRequest]) -> list[RunningRequest]:

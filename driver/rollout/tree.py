@@ -32,7 +32,6 @@ class Tree:
         return tlt_ext.Tree(self.tokens, self.parents, self.ancestors)
 
     def to(self, device: torch.device) -> Tree:
-        """The same tree on another device."""
         ancestors = None if self.ancestors is None else self.ancestors.to(device)
         arrays = (self.tokens, self.parents, self.position, self.row_start)
         tokens, parents, position, row_start = (t.to(device) for t in arrays)

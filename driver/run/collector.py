@@ -40,8 +40,6 @@ class Experience:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank adds to a rollout."""
-
     responses: list[Response]
     rewards: list[float]
     stats: RolloutStats
@@ -254,7 +252,6 @@ class Collector(RolloutObserver):
             self.tail.advance(engine.scheduler.least_emitted, self.workers.scored())
 
     def on_finish(self, request: RunningRequest) -> None:
-        """Queues the response for scoring."""
         at = self._place.setdefault(request.request.id, len(self._place))
         self._ended.append((at, self._prompts[request.request.group], request))
         if self.tail is not None:

@@ -66,7 +66,6 @@ class Arm:
 
     @property
     def token_share(self) -> float:
-        """The share of tokens that are equal."""
         return self.equal_tokens / self.tokens
 
     @property
@@ -75,7 +74,6 @@ class Arm:
 
     @property
     def bit_share(self) -> float:
-        """The share of log-probs with equal bits."""
         return self.equal_bits / self.tokens
 
     @property
@@ -222,7 +220,6 @@ class Comparison:
         return out
 
     def _generate(self, arm: Arm, requests: list[Request], record: bool = False) -> list[Response]:
-        """One rollout of all requests."""
         engine = self.rollout.engine
         self._prepare(arm)
         if arm.name == PREEMPT:
@@ -245,7 +242,6 @@ class Comparison:
 
 
 def describe(a: Response, b: Response, place: int) -> str:
-    """The first divergence of two responses."""
     head = f"request {a.request.id} token {place}"
     if place >= min(len(a.token_ids), len(b.token_ids)):
         return f"{head}: lengths {len(a.token_ids)} and {len(b.token_ids)}"

@@ -16,7 +16,6 @@ class RankTimes:
         self.start()
 
     def start(self) -> None:
-        """Begins a step."""
         self._seconds = [0.0] * self.world.size
 
     def add(self, seconds: Sequence[float]) -> None:

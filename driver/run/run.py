@@ -68,13 +68,11 @@ class Run:
 
     @property
     def rollout(self) -> Rollout:
-        """The parts of the session."""
         return self.session.rollout
 
     # ---- the phases of a step -------------------------------------------------------------------
 
     def gather(self) -> Experience:
-        """The rollouts and rewards of the step, of all ranks."""
         self._hold_pages()
         return self.collector.gather(self.step)
 
@@ -143,7 +141,6 @@ class Run:
             self.prepare_checkpoint()
 
     def evaluate(self) -> None:
-        """Measures the held-out accuracy of the current policy."""
         count = self.config.run.eval_prompts
         if count == 0 or self.step in self.evaluations:
             return

@@ -82,7 +82,6 @@ def write_summary(run: Run) -> None:
 
 
 def summary_lines(run: Run) -> list[str]:
-    """The closing lines of the command."""
     summary = summarize(run)
     reward, accept = summary["reward"], summary["accept_length"]
     held = summary["heldout_accuracy"]

@@ -24,8 +24,6 @@ MAX_CHARACTERS = 64  # of a token, in the mean of an answer's first tokens
 
 @dataclass
 class ToolStats:
-    """Counters of a rollout's answers."""
-
     calls: int = 0  # turns that got an answer, or failed to
     cut: int = 0  # answers longer than the limit
     failures: dict[int, str] = field(default_factory=dict)  # by the id of the request
@@ -36,7 +34,6 @@ class ToolStats:
         self.failures |= other.failures
 
     def metrics(self, responses: Sequence[Response]) -> dict[str, float]:
-        """Entries of the metrics file, for the responses of the rollout."""
         answers = [len(r.token_ids) - r.num_generated for r in responses]
         return {
             "tool/turns": sum(r.turns for r in responses) / len(responses),
@@ -102,7 +99,6 @@ class Tools:
         return None if error else self._encode.framed(ids[:limit])
 
     def report(self) -> None:
-        """Warns of the failures of the rollout."""
         lines = sorted(self.stats.failures.values())
         rest = [f"{len(lines) - SHOWN} more responses: a tool failed"] if lines[SHOWN:] else []
         masked = self.config.on_error == "mask"

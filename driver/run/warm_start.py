@@ -147,7 +147,6 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
 def sampling_params(
     config: Config, spec: ModelSpec, task: Task, encode: PromptEncoder
 ) -> SamplingParams:
-    """The sampling parameters of training responses."""
     return SamplingParams(
         config.sampling.temperature,
         max_new_tokens=config.sampling.max_new_tokens,

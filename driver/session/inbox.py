@@ -144,7 +144,6 @@ class Inbox(RequestSource):
         return aborted
 
     def fail(self, error: BaseException) -> None:
-        """Ends all requests with an error."""
         tickets = list(self.tickets.values())
         arrivals = self._withdraw(lambda ticket: True)
         tickets += [t for t in arrivals if t.set_running_or_notify_cancel()]
@@ -209,7 +208,6 @@ class Inbox(RequestSource):
             self._changed.notify_all()
 
     def _give_way(self, scheduler: Scheduler) -> list[RunningRequest]:
-        """Lets other threads change the engine."""
         scheduler.release()  # the drafter's features are those of the old policy
         self.engine.release()
         try:

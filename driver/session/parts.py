@@ -36,8 +36,6 @@ Note = Callable[[str], None]
 
 @dataclass
 class Rollout:
-    """The rollout side of a run."""
-
     target: TargetModel
     engine: RolloutEngine
     bandit: Bandit

@@ -94,13 +94,11 @@ def build(
 
 
 def check_words(settings: Sequence[str]) -> None:
-    """Rejects settings that are no list of words."""
     if isinstance(settings, str) or not all(isinstance(word, str) for word in settings):
         raise UserError(f"settings: must be a list of key=value words, got {shown(settings)}")
 
 
 def _defaults(model: str | PreTrainedModel, device: str | None) -> list[str]:
-    """The settings of a model and a device."""
     live = model if isinstance(model, PreTrainedModel) else None
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

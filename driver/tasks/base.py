@@ -66,7 +66,6 @@ class Task(Protocol):
 
     @property
     def has_turns(self) -> bool:
-        """Whether the task answers turns of the model."""
         return type(self).respond is not Task.respond
 
     def demonstration(self, prompt: Prompt) -> str | Sequence[str] | None:
