@@ -19,29 +19,20 @@ from .trainer import PolicyTrainer, has_own_old_logprobs
 
 @dataclass
 class Ahead:
-    """A micro-batch whose gradient is in the sums.
+    """A micro-batch whose gradient is in the sums."""
 
-    Attributes:
-        key: request id and advantage of each document.
-        batch, share: from `PolicyTrainer.backward`.
-        ended: on a GPU, the end of its work.
-        hidden: whether the rollout ended later.
-    """
-
-    key: list[tuple[int, float]]
+    key: list[tuple[int, float]]  # request id and advantage of each document
     batch: MicroBatch
     share: PolicyLoss
-    ended: torch.cuda.Event | None
-    hidden: bool = False
+    ended: torch.cuda.Event | None  # on a GPU, the end of its work
+    hidden: bool = False  # whether the rollout ended later
 
 
 class EarlyGradients:
     """Computes the first micro-batches of an update while the last responses are generated.
 
     The policy does not change in a rollout, so their gradients are those of the update, to the bit.
-
-    Args:
-        trainer: of the policy; no other thread may use it during a call.
+    No other thread may use the trainer during a call.
     """
 
     def __init__(self, trainer: PolicyTrainer) -> None:
@@ -51,16 +42,10 @@ class EarlyGradients:
     def advance(
         self, responses: Sequence[Response], rewards: Sequence[float], keep: Sequence[bool]
     ) -> bool:
-        """Adds up the gradient of the next micro-batch.
+        """Adds up the gradient of the next micro-batch; False if none was computed.
 
-        The last row of the groups waits, since the next group may add documents to it.
-
-        Args:
-            responses: whole groups, the first ones of the update's order (`in_order`).
-            rewards, keep: of each response, see `PolicyTrainer.update`.
-
-        Returns:
-            Whether a micro-batch was computed.
+        The last row of the groups waits, since the next group may add documents to it. The
+        responses are whole groups, the first ones of the update's order (`in_order`).
         """
         trainer, kept, done = self.trainer, kept_of(responses, keep), len(self._done)
         raw = torch.tensor(rewards, dtype=torch.float64)  # [N]

@@ -15,12 +15,10 @@ LEAST_WIDTH = 512
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is compiled on a GPU, once for all numbers of rows.
 
-    Roundings to half precision stay as they are without it. The backward pass computes elementwise
-    results again instead of reading them, also those that a product needs. Narrow rows, and all
-    rows on a CPU, run op by op. torch keeps what it compiles in its own cache on the disk.
-
-    Args:
-        function: of a tensor [rows, ..., width], further tensors with as many rows, and weights.
+    It takes a tensor [rows, ..., width], further tensors with as many rows, and weights. Roundings
+    to half precision stay as they are without it. The backward pass computes elementwise results
+    again instead of reading them, also those that a product needs. Narrow rows, and all rows on a
+    CPU, run op by op. torch keeps what it compiles in its own cache on the disk.
     """
 
     @functools.wraps(function)

@@ -25,17 +25,9 @@ Group = TypeVar("Group")
 
 
 def check_rewards(rewards: Iterable[float] | None, expected: int) -> list[float]:
-    """Check the rewards of a batch and return them as floats.
+    """The return values of the task's reward function as `expected` finite floats.
 
-    Args:
-        rewards: the return values of the task's reward function.
-        expected: number of responses in the batch.
-
-    Returns:
-        `expected` finite floats.
-
-    Raises:
-        ValueError: not a list, another length, or an entry that is not a finite number.
+    Raises ValueError for no list, another length, or an entry that is not a finite number.
 
     Example:
         >>> check_rewards([1, 0.5], 2)
@@ -69,8 +61,7 @@ def zero_std_groups(rewards: Tensor, groups: Tensor, kept: Tensor | None = None)
         kept: int64 [K], indices of the responses that are trained on (None: all). Only these are
             compared, so a group with fewer than two of them is marked.
 
-    Returns:
-        bool [G], in ascending order of group id; its mean is the metric `frac_reward_zero_std`.
+    Returns bool [G], in ascending order of group id; its mean is the metric `frac_reward_zero_std`.
 
     Example:
         >>> zero_std_groups(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([3, 3, 8, 8]))
@@ -85,27 +76,20 @@ def zero_std_groups(rewards: Tensor, groups: Tensor, kept: Tensor | None = None)
 def group_advantages(
     rewards: Tensor, groups: Tensor, kind: str, penalty: Tensor | None = None
 ) -> Tensor:
-    """Turn rewards into advantages relative to a baseline made of other responses.
+    """Turn rewards into advantages relative to a baseline made of other responses, float32 [N].
 
     `grpo` and `dapo`: (r - mean) / (population std + 1e-4) of the group. `dr_grpo`: r - mean.
     `rloo`: r - mean of the siblings; a group of one has no sibling and gets 0. `reinforce`: r -
     mean of the batch. Where all rewards behind a baseline are equal, the advantage is exactly 0 and
-    not a rounding error over 1e-4.
-
-    A penalty has the same baseline as the rewards but is never divided by a standard deviation: in
-    a group of equal rewards its coefficient would cancel.
+    not a rounding error over 1e-4. A penalty, float [N], has the same baseline as the rewards but
+    is never divided by a standard deviation: in a group of equal rewards its coefficient would
+    cancel.
 
     Args:
         rewards: float [N].
         groups: int64 [N]. This id alone identifies a group, not the text of its prompt.
-        kind: a name in `ESTIMATORS`.
-        penalty: float [N], subtracted from the normalised rewards, or None.
-
-    Returns:
-        float32 [N].
-
-    Raises:
-        ValueError: unknown `kind`, or shapes that differ.
+        kind: a name in `ESTIMATORS`; another one, or shapes that differ, raise a ValueError.
+        penalty: subtracted from the normalised rewards, or None.
 
     Example:
         >>> group_advantages(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 0]), "rloo")
@@ -140,15 +124,9 @@ def group_advantages(
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """DAPO's soft punishment: 0 up to `max_length - buffer`, from there linear to -1.
+    """DAPO's soft punishment: 0 up to `max_length - buffer` tokens, from there linear to -1.
 
-    Args:
-        lengths: int64 [N], response tokens.
-        max_length: the length limit.
-        buffer: tokens before the limit over which the penalty grows.
-
-    Returns:
-        float64 [N], in [-1, 0].
+    `lengths` is int64 [N], the result float64 [N].
 
     Example:
         >>> overlong_penalty(torch.tensor([80, 90, 100]), 100, 20).tolist()
@@ -164,17 +142,11 @@ def dynamic_sampling(
     wanted: int,
     max_refills: int,
 ) -> list[Group]:
-    """Draw groups until enough of them have mixed raw rewards, at most `max_refills` more times.
+    """Draw groups until `wanted` of them have mixed raw rewards, at most `max_refills` more times.
 
-    Args:
-        draw: `draw(refill, missing)` generates `missing` groups in round `refill` (0 first) and
-            returns each with the raw rewards of those of its responses that are trained on.
-        wanted: groups to return.
-        max_refills: bound on the rounds after the first.
-
-    Returns:
-        Up to `wanted` groups whose rewards are not all equal; fewer, after a warning, when the
-        bound was reached.
+    `draw(refill, missing)` generates `missing` groups in round `refill` (0 first) and returns each
+    with the raw rewards of those of its responses that are trained on. Fewer groups are returned,
+    after a warning, when the bound was reached.
 
     Example:
         >>> dynamic_sampling(lambda refill, missing: [("a", [0, 1])] * missing, 2, 3)
@@ -197,20 +169,12 @@ def dynamic_sampling(
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens of the policy.
+    """Per-token estimate of KL(policy || reference) from tokens of the policy, float [M].
 
     k1 belongs in the reward (as a loss its gradient is zero in the mean), k2 in the loss (its
     gradient is that of the reverse KL), k3 in the log (its variance is low, but in the loss its
     gradient would be that of the forward KL). Tokens of another policy need the ratio of the two
     policies as a weight. The log-ratio of k3 is clamped to +-`MAX_LOG_RATIO`.
-
-    Args:
-        logprobs: float [M], of the policy.
-        ref_logprobs: float [M], of the reference.
-        kind: the estimator.
-
-    Returns:
-        float [M].
 
     Example:
         >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-3.0]), "k2")
@@ -228,15 +192,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2"
 
 
 def loss_denominator(lengths: Iterable[int], norm: LossNorm, max_length: int) -> int:
-    """Divisor of the summed loss of a whole optimizer minibatch.
+    """Divisor of the summed loss of a whole optimizer minibatch, at least 1.
 
-    Args:
-        lengths: sampled tokens of each response that is trained on, over all micro-batches.
-        norm: "tokens" counts them; "constant" is `max_length` times the number of responses.
-        max_length: the length limit.
-
-    Returns:
-        The denominator, at least 1.
+    "tokens" counts the sampled tokens of the responses that are trained on, over all micro-batches;
+    "constant" is `max_length` times their number.
 
     Example:
         >>> loss_denominator([3, 5], "tokens", 10), loss_denominator([3, 5], "constant", 10)

@@ -31,7 +31,7 @@ def token_logprobs(
     entropy_grad: bool = False,
     loss_gradient: LossGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of sampled tokens and the entropy at them, computed in chunks of rows.
+    """Log-probs of sampled tokens and the entropy at them, float32 [M], in chunks of rows.
 
     The backward pass computes a chunk's logits again, so that only one chunk is in memory. With
     `loss_gradient` the forward pass computes the gradients too. Logits and the gradient of the head
@@ -45,9 +45,6 @@ def token_logprobs(
         entropy_grad: whether the entropy has a gradient.
         loss_gradient: the gradient that the log-probs will have, if it is known by then. The
             backward pass takes it for the one that it gets; the entropy has none.
-
-    Returns:
-        Log-probs float32 [M] of `log_softmax(logits / T)`, and their entropy float32 [M].
 
     Example:
         >>> token_logprobs(torch.eye(2), torch.zeros(4, 2), torch.tensor([0, 3]), 1.0)[0].exp()

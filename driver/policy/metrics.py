@@ -25,15 +25,8 @@ def response_metrics(
 ) -> dict[str, float]:
     """Metrics of rewards and lengths over all responses; warns when nearly all were truncated.
 
-    Args:
-        responses: of the step.
-        rewards: float [N], raw.
-        groups: int64 [N].
-        kept: int64 [K], indices of the responses that are trained on.
-
-    Returns:
-        Metrics by their names in the log. Lengths are of what the model generated. Only
-        `frac_reward_zero_std` depends on `kept`.
+    `rewards` are raw, float [N], `groups` int64 [N]. Lengths are of what the model generated. Only
+    `frac_reward_zero_std` depends on `kept`, int64 [K], the responses that are trained on.
     """
     lengths = [r.num_generated for r in responses]
     clip_ratio = sum(r.finish == "length" for r in responses) / len(responses)
@@ -58,11 +51,7 @@ def warn_of_equal_rewards(
 ) -> None:
     """Warns when nearly all sets of responses that share a baseline have equal rewards.
 
-    Args:
-        rewards: float [N], raw.
-        groups: int64 [N].
-        kept: int64 [K], indices of the responses that are trained on.
-        baseline: of the advantage estimator.
+    Arguments are those of `response_metrics`, and the baseline of the advantage estimator.
     """
     whole = baseline == "batch"
     share = _zero_std_share(rewards, torch.zeros_like(groups) if whole else groups, kept)
@@ -84,19 +73,11 @@ def logprob_metrics(
     world: World,
     idle: Sequence[Response] = (),
 ) -> dict[str, float]:
-    """Entropy, and the difference between the log-probs of rollout and trainer.
+    """Entropy, and the difference between the log-probs of rollout and trainer; {} without tokens.
 
-    Warns when the difference shows that the two hold different weights.
-
-    Args:
-        batches: of this rank, with old log-probs and entropy.
-        dtype: of the policy.
-        world: all ranks.
-        idle: responses of the step that are in no batch. Their negative log-probs, whose mean is
-            the entropy, stand for it.
-
-    Returns:
-        Metrics by their names in the log; {} without tokens.
+    Warns when the difference shows that the two hold different weights. `batches` are of this rank,
+    with old log-probs and entropy. The negative log-probs of `idle`, the responses of the step that
+    are in no batch, stand for their entropy, which is the mean of those.
     """
     sums = torch.zeros(3, dtype=torch.float64)  # tokens, |difference|, entropy
     largest = torch.zeros((), dtype=torch.float64)

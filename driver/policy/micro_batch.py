@@ -40,13 +40,7 @@ def build_micro_batch(
 ) -> MicroBatch:
     """Pack prompts and responses; the loss reads each sampled token and no token of a tool.
 
-    Args:
-        responses: of the whole step.
-        owners: indices of the responses to pack, in this order.
-        device: of the tensors.
-
-    Returns:
-        The packed row.
+    `owners` are the indices of the responses to pack, in this order.
     """
     packed = [responses[index] for index in owners]
     prompts = torch.tensor([len(r.request.prompt_ids) for r in packed])  # [D]

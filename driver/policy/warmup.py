@@ -39,25 +39,13 @@ def warm_up(
     seed: int,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
-    """Trains the model in place on demonstrations of the train split.
+    """Trains the model in place on demonstrations of the train split; the loss of each step.
 
     The loss is the mean cross-entropy over response tokens, including the end token. The optimizer
     is AdamW on float32 weights, with a short linear ramp and then a cosine down to a tenth of `lr`.
-    Operations are deterministic: GPUs of one kind get the same weights, bit for bit.
-
-    Args:
-        model: trained in place.
-        encode: of the policy; its tokenizer needs an end token.
-        task: its `demonstration` must not be None.
-        config: steps, batch, lr, tokens of a packed row.
-        seed: selects the prompts; the same seed gives the same weights.
-        progress: called after each step with the number of finished steps and the step's loss.
-
-    Returns:
-        The loss of each step.
-
-    Raises:
-        UserError: the task has no demonstrations.
+    Operations are deterministic: GPUs of one kind get the same weights, bit for bit. The seed
+    selects the prompts. `progress` is called after each step with the number of finished steps and
+    its loss. Raises UserError if the task has no demonstrations.
 
     Example:
         >>> losses = warm_up(model, encode, task, WarmupConfig(steps=200), 0)  # doctest: +SKIP
@@ -95,18 +83,7 @@ def lr_share(step: int, steps: int) -> float:
 def demonstrations(
     encode: PromptEncoder, task: Task, config: WarmupConfig, seed: int, workers: int = 0
 ) -> Iterator[list[MicroBatch]]:
-    """The packed rows of each step.
-
-    Args:
-        encode: of the policy; its tokenizer needs an end token.
-        task: its `demonstration` must not be None.
-        config: steps, batch and tokens of a row.
-        seed: selects the prompts.
-        workers: processes that prefetch them; 0: the main process makes them.
-
-    Returns:
-        Rows on the CPU, step by step.
-    """
+    """The packed rows of each step, on the CPU; `workers` processes prefetch them, 0: none."""
     steps = _Steps(encode, task, config, FIRST_INDEX * (seed + 1))
     for rows in DataLoader(steps, batch_size=None, num_workers=workers):
         if isinstance(rows, UserError):
@@ -117,9 +94,8 @@ def demonstrations(
 def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
     """The worked response to a prompt of the train split, in the form of a sampled one.
 
-    Raises:
-        UserError: the task has no demonstrations, or no answer to a turn that is not the last one,
-            or its code raised an error; or the tokenizer has no end token.
+    Raises UserError if the task has no demonstrations, or no answer to a turn that is not the last
+    one, or its code raised an error; or the tokenizer has no end token.
     """
     prompt = task.prompt("train", index)
     with user_code(f"demonstration of prompt {prompt.id}"):
@@ -156,13 +132,7 @@ def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
 def cross_entropy(
     model: PreTrainedModel, row: MicroBatch, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Cross-entropy summed over the response tokens of a packed row, [].
-
-    Args:
-        model: of a family that `packed_logprobs` supports.
-        row: on the model's device.
-        dtype: of the pass; None = the model's.
-    """
+    """Cross-entropy summed over the response tokens of a packed row on the model's device, []."""
     return -packed_logprobs(model, row, dtype=dtype)[0].sum()
 
 

@@ -39,15 +39,8 @@ class TailUpdate:
     On a GPU a thread launches them on some multiprocessors of their own, beside the passes of the
     rollout; on a CPU they are computed between two passes. Whenever they are computed, their
     micro-batches are the first ones of the update, so its result does not depend on it. A failure
-    is a warning: the update then begins after the rollout.
-
-    Args:
-        trainer: of the policy.
-        sms: multiprocessors of the partition.
-        samples: responses of a group.
-        keeps: which responses of a group are trained on.
-        spot: paused while gradients are computed, since it uses the same multiprocessors.
-        note: takes lines of progress.
+    is a warning: the update then begins after the rollout. The spot trainer is paused while
+    gradients are computed, since it uses the same multiprocessors.
     """
 
     def __init__(
@@ -103,9 +96,7 @@ class TailUpdate:
     def begin(self, first: bool) -> None:
         """Call when a rollout begins; discards earlier sums.
 
-        Args:
-            first: whether it is the first rollout of the step. Groups of a later one change the
-                order.
+        `first`: of the step. Groups of a later one change the order.
         """
         self.discard()
         self._open, self._groups = first and bool(self.exact), defaultdict(list)
@@ -120,9 +111,7 @@ class TailUpdate:
     def advance(self, least: int, rewards: Mapping[int, float]) -> None:
         """Adds up gradients of the final groups; call between bursts of passes.
 
-        Args:
-            least: tokens of the unfinished response that has the fewest.
-            rewards: those known so far.
+        `least` is the number of tokens of the unfinished response that has the fewest.
         """
         if self._open:
             final = self._final(least, rewards)
