@@ -12,9 +12,15 @@ from driver.train import train
 
 SETTINGS = ["preset=tiny", "run.steps=4", "run.eval_prompts=64", "sampling.max_new_tokens=96"]
 
-config = load_config(sys.argv[1:] or SETTINGS)
-with Progress(config.run.steps) as progress:
-    run = train(config, progress)
-for name in ("critic/rewards/mean", "response_length/mean", "spec/accept_length"):
-    print(f"{name:<24}{run.last_metrics.get(name)}")
-print("the run's folder:", run.folder.path)
+
+def main():
+    config = load_config(sys.argv[1:] or SETTINGS)
+    with Progress(config.run.steps) as progress:
+        run = train(config, progress)
+    for name in ("critic/rewards/mean", "response_length/mean", "spec/accept_length"):
+        print(f"{name:<24}{run.last_metrics.get(name)}")
+    print("the run's folder:", run.folder.path)
+
+
+if __name__ == "__main__":  # workers of `reward.workers` import this file again
+    main()

@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 def run(name, monkeypatch, capsys, *words):
     monkeypatch.setattr(sys, "argv", [name, *words])
-    runpy.run_path(str(EXAMPLES / name))
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return capsys.readouterr().out
 
 
@@ -28,6 +28,7 @@ def test_generate_emits_equal_tokens_in_fewer_passes(monkeypatch, capsys):
 def test_train_tiny_prints_metrics_and_its_folder(monkeypatch, capsys, tmp_path):
     words = ["preset=tiny", "run.steps=1", "run.eval_prompts=4", "warmup.steps=2"]
     small = ["sampling.max_new_tokens=16", "grpo.prompts_per_step=2", "grpo.samples_per_prompt=2"]
+    small += ["reward.workers=1"]
     out = run("train_tiny.py", monkeypatch, capsys, *words, *small, f"run.root={tmp_path}")
     assert "critic/rewards/mean" in out and "response_length/mean" in out
     folder = Path(out.splitlines()[-1].removeprefix("the run's folder: "))
