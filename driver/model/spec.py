@@ -79,7 +79,7 @@ class ModelSpec:
         """Reads `config.json` and, if there is one, `generation_config.json`.
 
         Raises:
-            UserError: a file is missing or malformed, or asks for something unsupported.
+            UserError: a file is missing or malformed, or names something unsupported.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -94,7 +94,7 @@ class ModelSpec:
     def from_config(config: Mapping[str, Any], where: str = CONFIG) -> ModelSpec:
         """Builds the spec from a `config.json` of transformers 5 (`rope_parameters`) or older.
 
-        Raises UserError if a key is missing, malformed, or asks for something unsupported.
+        Raises UserError if a key is missing, malformed, or names something unsupported.
         """
         return _Reader(config, where).spec()
 
@@ -288,11 +288,11 @@ class _Reader:
         context = self.value(original, rope.get(original))
         rope[original] = self.value("max_position_embeddings") if context is None else context
         numbers = {
-            key: self.number(rope.get(key), f"RoPE type {name!r} wants {key}")
+            key: self.number(rope.get(key), f"RoPE type {name!r} needs {key}")
             for key in ROPE_TYPES[name]
         }
         if name == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
-            raise self.refuse("RoPE type 'llama3' wants high_freq_factor > low_freq_factor")
+            raise self.refuse("RoPE type 'llama3' needs high_freq_factor > low_freq_factor")
         if name == "yarn":
             numbers |= self.yarn(rope)
         theta = rope.get("rope_theta") or self.value("rope_theta", family.rope_theta)
@@ -303,8 +303,8 @@ class _Reader:
         if rope.get("truncate") is False:
             raise self.refuse("RoPE type 'yarn': truncate=false is not supported")
         names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-        wants = "RoPE type 'yarn' wants"
-        given = {n: float(self.number(rope[n], f"{wants} {n}")) for n in names if rope.get(n)}
+        needs = "RoPE type 'yarn' needs"
+        given = {n: float(self.number(rope[n], f"{needs} {n}")) for n in names if rope.get(n)}
         scales = given.pop("mscale", 0.0), given.pop("mscale_all_dim", 0.0)
         over, under = scales if all(scales) else (1.0, 0.0)
         logarithm = 0.1 * math.log(max(1.0, rope["factor"]))
