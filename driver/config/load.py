@@ -12,21 +12,8 @@ from typing import Any
 import yaml
 
 from ..common.errors import UserError
+from . import sections
 from .fields import Section, field_types, nearest, read_value, split_word
-from .sections import (
-    BanditConfig,
-    DrafterConfig,
-    EngineConfig,
-    GrpoConfig,
-    ModelConfig,
-    RewardConfig,
-    RunConfig,
-    SamplingConfig,
-    SpotConfig,
-    TaskConfig,
-    ToolConfig,
-    WarmupConfig,
-)
 from .strategy import parse_strategies
 
 DEFAULT_PRESET = "tiny"
@@ -38,18 +25,18 @@ class Config:
     """All settings of a run; `preset` records which file they started from."""
 
     preset: str = DEFAULT_PRESET
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    warmup: WarmupConfig = field(default_factory=WarmupConfig)
-    task: TaskConfig = field(default_factory=TaskConfig)
-    tool: ToolConfig = field(default_factory=ToolConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    bandit: BanditConfig = field(default_factory=BanditConfig)
-    drafter: DrafterConfig = field(default_factory=DrafterConfig)
-    spot: SpotConfig = field(default_factory=SpotConfig)
-    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    run: sections.RunConfig = field(default_factory=sections.RunConfig)
+    model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
+    warmup: sections.WarmupConfig = field(default_factory=sections.WarmupConfig)
+    task: sections.TaskConfig = field(default_factory=sections.TaskConfig)
+    tool: sections.ToolConfig = field(default_factory=sections.ToolConfig)
+    reward: sections.RewardConfig = field(default_factory=sections.RewardConfig)
+    sampling: sections.SamplingConfig = field(default_factory=sections.SamplingConfig)
+    engine: sections.EngineConfig = field(default_factory=sections.EngineConfig)
+    bandit: sections.BanditConfig = field(default_factory=sections.BanditConfig)
+    drafter: sections.DrafterConfig = field(default_factory=sections.DrafterConfig)
+    spot: sections.SpotConfig = field(default_factory=sections.SpotConfig)
+    grpo: sections.GrpoConfig = field(default_factory=sections.GrpoConfig)
 
     def __post_init__(self) -> None:
         arms = parse_strategies(self.engine.strategies)
@@ -77,11 +64,11 @@ def load_config(argv: Sequence[str], *, saved: bool = False) -> Config:
         warnings.warn(f"{preset}: {names}: no longer a setting, ignored", stacklevel=2)
         texts = {key: text for key, text in texts.items() if key in types}
     values = {k: read_value(k, _declared_type(types, k), t) for k, t in (texts | words).items()}
-    sections: dict[str, Any] = {}
+    made: dict[str, Any] = {}
     for name, kind in section_types().items():
         mine = [key for key in values if key.startswith(kind.prefix)]
-        sections[name] = kind(**{key.removeprefix(kind.prefix): values[key] for key in mine})
-    return Config(preset, **sections)
+        made[name] = kind(**{key.removeprefix(kind.prefix): values[key] for key in mine})
+    return Config(preset, **made)
 
 
 def to_yaml(config: Config) -> str:
@@ -123,14 +110,14 @@ class _Loader(yaml.BaseLoader):
 def _declared_type(types: Mapping[str, Any], key: str) -> Any:
     if key in types:
         return types[key]
-    sections = list(section_types())
-    if key in sections:
+    names = list(section_types())
+    if key in names:
         first = next(name for name in types if name.startswith(f"{key}."))
         raise UserError(f"{key}: is a section; write {key}.<name>=value, such as {first}")
     leaves = {name.partition(".")[2]: name for name in types}
-    near = get_close_matches(key, [*types, *sections], n=1)
+    near = get_close_matches(key, [*types, *names], n=1)
     near = near or [leaves[leaf] for leaf in get_close_matches(key.rpartition(".")[2], leaves, n=1)]
-    hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(sections)}"
+    hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(names)}"
     raise UserError(f"{key}: unknown key; {hint}")
 
 
