@@ -29,10 +29,7 @@ from .run.summary import summary_lines, write_summary
 
 
 def train(config: Config, progress: Progress) -> Run:
-    """Trains until the last step; returns the finished run, whose files are in `run.folder.path`.
-
-    Raises UserError for bad input, and Stopped after a signal; the last finished step is saved.
-    """
+    """Trains until the last step; Stopped after a signal, with the last step saved."""
     stop = StopRequest()
     try:
         run = start_run(config, progress.note, stop)

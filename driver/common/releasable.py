@@ -62,10 +62,7 @@ class ReleasableMemory:
         self.released = True
 
     def restore(self) -> None:
-        """Allocates the memory again, filled with zeros.
-
-        Raises torch.OutOfMemoryError if the GPU has too little free memory.
-        """
+        """Allocates the memory again, with zeros; torch.OutOfMemoryError if that fails."""
         if not self.released:
             return
         self.peak_bytes()

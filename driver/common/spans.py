@@ -24,10 +24,7 @@ Sink = Callable[..., None]
 
 
 class Spans:
-    """Spans of one part of the system, each an NVTX range `tlt/<part>/<step>`.
-
-    `sink` gets begin and end of each, by `time.perf_counter`; None: NVTX only.
-    """
+    """Spans of one part, each an NVTX range `tlt/<part>/<step>`; `sink` gets their times, too."""
 
     def __init__(self, part: str, sink: Sink | None = None) -> None:
         self.part, self.sink = part, sink

@@ -32,10 +32,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 class FolderLock:
-    """An exclusive lock on a folder until it is closed; UserError if another process holds it.
-
-    On a file system without locks it does nothing.
-    """
+    """An exclusive lock on a folder, where there are locks; UserError if another has it."""
 
     _handle: int | None = None
 
@@ -68,10 +65,7 @@ def user_path(text: str) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file atomically: after a crash it holds either the old text or the new text.
-
-    Raises UserError if it cannot be written.
-    """
+    """Replaces a file atomically, or raises UserError; a crash leaves the old text or the new."""
     scratch = path.with_name(f".{path.name}.tmp")
     with storage_errors(path):
         try:

@@ -82,10 +82,7 @@ def read_value(key: str, declared: Any, text: str) -> Any:
 
 
 def read_options(kind: type[Options], argv: Sequence[str]) -> Options:
-    """Fills a group of fields from `key=value` words; UserError for a wrong one.
-
-    A later word wins.
-    """
+    """Fills fields from `key=value` words; a later word wins, UserError for a wrong one."""
     types = field_types(kind)
     values = {}
     for word in argv:

@@ -121,10 +121,7 @@ class DataBuffer:
             return sum(map(len, self.fresh)) + sum(map(len, self.kept))
 
     def window(self, count: int, request: int) -> tuple[int, int]:
-        """The range that is stored of a response with `count` tokens, prompt included.
-
-        The id of the request determines the place; all places are equally likely.
-        """
+        """The range of `count` tokens that is stored, at a random place by the request's id."""
         room = max(0, count - self.longest)
         start = random.Random(f"{self.seed}/window/{request}").randint(0, room)
         return start, start + count - room

@@ -79,10 +79,7 @@ class DraftCheckpoints:
                 path.unlink()
 
     def latest(self) -> tuple[int, dict[str, Any]] | None:
-        """Step and state of the newest readable checkpoint; warns of a damaged one.
-
-        Partly written files of a killed process are removed.
-        """
+        """Step and state of the newest readable checkpoint; warns of a damaged one."""
         for scratch in self.folder.glob(".new-step-*"):
             scratch.unlink(missing_ok=True)
         for step, path in reversed(self._whole()):

@@ -41,10 +41,7 @@ class Coordinator:
         self._drop_groups()
 
     def finished(self) -> None:
-        """Trains with the other idle ranks until all ranks have finished their rollouts.
-
-        Call on every rank after its rollout; raises UserError if a rank was lost.
-        """
+        """Trains until all ranks, which all call it, have rolled out; UserError if one was lost."""
         self.world.enter(WAITS)
         self._idle_since = time.monotonic()
         first = self.store.add(self._key("finished"), 1) == 1

@@ -29,10 +29,7 @@ class Measured:
 
     @property
     def expected(self) -> float:
-        """Growth of the accept length that the steps bring, if it grows with their logarithm.
-
-        It did so in 80 steps of RL after a warm start (docs/notes/drafter.md).
-        """
+        """Growth of the accept length by these steps, as in 80 steps of docs/notes/drafter.md."""
         if not self.steps:
             return math.inf
         before = max(2, self.trained - self.steps)

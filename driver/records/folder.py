@@ -93,10 +93,7 @@ class RunFolder:
             self._show_on_board(record["step"], record)
 
     def log_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends one step to `metrics.jsonl` and to TensorBoard; 0 is before training.
-
-        NaN and infinities become null, which is valid JSON.
-        """
+        """Appends one step, 0 before training, to `metrics.jsonl` (NaN as null) and TensorBoard."""
         plain = {name: float(value) for name, value in values.items()}
         _append(self.path / "metrics.jsonl", _line({"step": step, **plain}))
         with storage_errors(self.path / "tensorboard"):
@@ -152,10 +149,7 @@ class RunFolder:
         run_checkpoint.save_checkpoint(place, 0, write_policy, {}, keep=1)
 
     def check_inputs(self, fingerprints: Mapping[str, str]) -> None:
-        """Rejects a resume with data or a model that changed since the run started.
-
-        The hash of each setting's contents is stored in `inputs.json`.
-        """
+        """Rejects a resume with data or a model whose hash in `inputs.json` is another one."""
         path = self.path / "inputs.json"
         if not path.exists():  # a new run, or one of an earlier version
             return write_text(path, json.dumps(dict(fingerprints)) + "\n")
@@ -186,10 +180,7 @@ class RunFolder:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, if it exists, without a last line that a crash cut off.
-
-    Raises UserError if a line in the middle is not a JSON object with a step.
-    """
+    """The records of a log without a last line that a crash cut; UserError for other damage."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:

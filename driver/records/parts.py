@@ -76,10 +76,7 @@ def _offsets(tensor: Any) -> list[int]:
 
 
 def load_parts(folder: Path, parts: Parts, group: dist.ProcessGroup | None) -> None:
-    """Copies what `save_parts` saved into tensors; with several ranks a collective call.
-
-    Raises UserError if a tensor is missing, has another shape or cannot be read.
-    """
+    """Copies what `save_parts` saved into tensors, or UserError; a collective call of the ranks."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 

@@ -50,10 +50,7 @@ class Timeline:
         self.started_unix_s = unix_s
 
     def add(self, part: str, name: str, begin: float, end: float, **args: object) -> None:
-        """Adds an event of the current step to a track; any thread may call it.
-
-        `begin` and `end` are by `time.perf_counter`; `args` are shown when the event is selected.
-        """
+        """Adds an event of the current step, timed by `time.perf_counter`; for any thread."""
         self._events.append(Event(part, name, begin - self.started, end - begin, args))
 
     def end_step(self, step: int) -> None:

@@ -171,10 +171,7 @@ class Bandit:
     def record(
         self, emitted: int, elapsed_s: float, passes: int = 1, request_passes: int = 0
     ) -> None:
-        """Adds passes of the strategy last chosen to its window.
-
-        `request_passes` is the sum of the requests in each pass; 0 = no request finished.
-        """
+        """Adds passes of the strategy last chosen; `request_passes` sums their requests."""
         if self._window is not None:
             self._passes += passes
             self._request_passes += request_passes or self._batch * passes

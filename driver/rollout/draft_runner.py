@@ -126,10 +126,7 @@ class DraftRunner:
         store: TokenStore,
         keep_logits: list[Tensor] | None = None,
     ) -> NodeStore:
-        """Writes new entries and drafts the levels of the strategy; no nodes are selected yet.
-
-        `keep_logits` takes the logits of each level, float32 [B * frontier, draft_vocab].
-        """
+        """Drafts all levels, unselected; `keep_logits` takes them, [B * frontier, draft_vocab]."""
         hidden, key = self._catch_up(batch, strategy), (len(batch), strategy)
         if key not in self._drafts:
             self._drafts[key] = Levels(*key, self.k.device)
@@ -293,11 +290,7 @@ class DraftRunner:
     def _write(
         self, new: NewRows, batch: Batch, context_len: Tensor, num_new: Tensor
     ) -> tuple[Tensor, Tensor, tlt_ext.Rows]:
-        """Writes K/V of the `num_new[b]` entries before `context_len[b]`.
-
-        Returns:
-            Queries, fused features and rows of the entries.
-        """
+        """Writes K/V of `num_new[b]` entries before `context_len[b]`; queries, features, rows."""
         tlt_ext.gather_new_rows(
             self._features,
             tlt_ext.Rows(new.row_start, new.position, batch.status, context_len, batch.block_table),

@@ -7,10 +7,7 @@ class RolloutObserver:
     """Called by the engine during a rollout; subclasses override what they need."""
 
     def on_pass(self, active: int, passes: int = 1) -> None:
-        """Called between bursts of passes.
-
-        `active` requests run or wait; `passes` were made since the last call.
-        """
+        """Called between bursts: requests that run or wait, passes since the last call."""
 
     def on_finish(self, request: RunningRequest) -> None:
         """Called with each finished request before its pages and features are freed."""

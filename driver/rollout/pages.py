@@ -99,10 +99,7 @@ class PrefixCache:
             self._unused.append(self._prefixes.pop(prompt))
 
     def take(self, prompt: Prompt, spare: int, admission: Admission) -> list[int] | None:
-        """Pages of a request with this prompt, while `spare` stay free; None if there are too few.
-
-        What fills the pages is added to `admission`.
-        """
+        """Pages for a prompt, which `admission` fills; None unless `spare` pages stay free."""
         prefix, length = self._prefixes[prompt], len(prompt) - 1
         count = 0 if prefix.ready else pages_for(length, self.page_size)
         if self.pool.num_free < count + 1 + spare:

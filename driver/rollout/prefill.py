@@ -11,15 +11,12 @@ from .pages import Admission, Job
 
 
 class Prefill:
-    """Runs known tokens through the target, as many of a request in a pass as fit.
-
-    `rows` ran for any reason, `recomputed` of them for requests that had emitted tokens.
-    """
+    """Runs known tokens through the target, as many of a request in a pass as fit."""
 
     def __init__(self, model: TargetModel, cache: KvCache, chunk: int) -> None:
         self.model, self.cache, self.chunk = model, cache, chunk
         self.device = cache.k.device
-        self.rows = self.recomputed = 0
+        self.rows = self.recomputed = 0  # that ran; of them, those of requests with tokens
 
     def admit(self, admission: Admission) -> None:
         """Computes prefixes and requests that had emitted tokens, then copies partial pages."""

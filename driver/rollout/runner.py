@@ -123,10 +123,7 @@ class PassRunner:
         return self.graphs.burst(cell, self.longest) / self.longest
 
     def covers(self, count: int, strategy: Strategy) -> bool:
-        """Whether the strategy may be chosen: with graphs it needs one, or a failed capture.
-
-        Strategies that draft on the host never have a graph.
-        """
+        """Whether a strategy may run: with graphs it needs one, drafts on the host do not."""
         if self.graphs is None or not self.program.on_device(strategy):
             return True
         return self.graphs.covers(count, strategy)

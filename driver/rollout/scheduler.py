@@ -59,10 +59,7 @@ class Scheduler:
         return bool(self.waiting) and len(self.running) < self.max_batch
 
     def add(self, requests: Iterable[Request]) -> list[RunningRequest]:
-        """Queues requests in order; returns their states, some of which may have finished.
-
-        Raises UserError if a request can never run.
-        """
+        """Queues requests; returns their states, some finished. UserError: one can never run."""
         added = []
         for request in requests:
             request.check(self.max_len, self.page_size, self.pool.num_pages)

@@ -39,10 +39,7 @@ class Tree:
 
 
 class NodeStore:
-    """Static arrays of all drafted nodes of a batch and of the tree selected among them.
-
-    A request has up to `capacity` nodes, root included, of which `num_verify` rows are verified.
-    """
+    """All drafted nodes of a batch, static, and the tree of `num_verify` rows among them."""
 
     def __init__(
         self, batch: int, capacity: int, num_verify: int, device: torch.device | str = "cpu"

@@ -218,10 +218,7 @@ class Collector(RolloutObserver):
     def roll_out(
         self, prompts: Mapping[int, Prompt], requests: Sequence[Request]
     ) -> list[Response]:
-        """The responses that this rank finished; spot trainer and rewards run during the tail.
-
-        They are in the order of the requests, then come those to requests of other ranks.
-        """
+        """The responses that this rank finished, by request, then those to requests of others."""
         self._ended.clear()
         self._submitted, self._places = set(), []
         if not requests:
@@ -300,10 +297,7 @@ class Collector(RolloutObserver):
     def rewards(
         self, prompts: Sequence[Prompt], responses: Sequence[Response], places: Sequence[int] = ()
     ) -> list[float]:
-        """One reward for each response to its prompt, in order.
-
-        `places` are indices of the responses, some of which are already submitted; (): none is.
-        """
+        """One reward for each response, in order; some of those at `places` are submitted."""
         submitted = self._submitted if places else ()
         at = places or range(len(responses))
         for place, prompt, response in zip(at, prompts, responses, strict=True):

@@ -82,10 +82,7 @@ class Arm:
 
 
 def compare(arm: Arm, wanted: Sequence[Response], got: Sequence[Response]) -> list[tuple[int, int]]:
-    """Counts equal tokens, lengths and log-prob bits.
-
-    Returns (response index, token index) of each first divergence.
-    """
+    """Counts equal tokens, lengths and log-prob bits; (response, token) where they first differ."""
     first = []
     for index, (a, b) in enumerate(zip(wanted, got, strict=True)):
         count = min(len(a.token_ids), len(b.token_ids))

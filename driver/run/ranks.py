@@ -23,10 +23,7 @@ class RankTimes:
         self._seconds = [a + b for a, b in zip(self._seconds, seconds, strict=True)]
 
     def metrics(self, peak_gb: float | None) -> dict[str, float]:
-        """Entries of the metrics file, a collective call; {} for a single rank.
-
-        `peak_gb` is the memory of the rank's card; None = it has none.
-        """
+        """Entries of the metrics file; a collective call, {} for a single rank."""
         if self.world.size == 1:
             return {}
         longest = max(self._seconds)

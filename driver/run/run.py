@@ -83,10 +83,7 @@ class Run:
                 self.session.wake()
 
     def finish_bubble(self) -> str:
-        """Tunes the overlap once, then starts the final drafter steps if training pays.
-
-        Returns why training of the drafter stops or goes on from here; empty: nothing changes.
-        """
+        """Starts the final drafter steps, or says why training of the drafter stops or goes on."""
         spot = self.rollout.spot
         if spot is None or self.config.spot.mode == "off":
             return ""
@@ -232,10 +229,7 @@ class Run:
         return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)
 
     def checkpoint(self) -> None:
-        """Saves everything that a resumed run needs, atomically.
-
-        On a card this waits until the state is copied; `end_checkpoint` waits until it is written.
-        """
+        """Saves all that a resumed run needs, atomically; on a card, waits for a copy only."""
         timelines = self.world.gather(self.phases.timeline.text())
         with self.phases("checkpoint"):
             if self.saved_step != self.step:

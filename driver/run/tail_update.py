@@ -94,10 +94,7 @@ class TailUpdate:
     # ---- during the rollout ---------------------------------------------------------------------
 
     def begin(self, first: bool) -> None:
-        """Call when a rollout begins; discards earlier sums.
-
-        `first`: of the step. Groups of a later one change the order.
-        """
+        """Discards earlier sums; groups of a rollout that is not the `first` change the order."""
         self.discard()
         self._open, self._groups = first and bool(self.exact), defaultdict(list)
         if self.partition is not None:
@@ -109,10 +106,7 @@ class TailUpdate:
             self._groups[response.request.group].append((place, response))
 
     def advance(self, least: int, rewards: Mapping[int, float]) -> None:
-        """Adds up gradients of the final groups; call between bursts of passes.
-
-        `least` is the number of tokens of the unfinished response that has the fewest.
-        """
+        """Adds up the final groups between bursts; unfinished responses have `least` tokens."""
         if self._open:
             final = self._final(least, rewards)
             if len(final) * self.samples > len(self._work[0]):

@@ -99,10 +99,7 @@ def check_dtype(config: Config) -> None:
 
 
 def warm_start(config: Config, note: Note) -> Checkpoint:
-    """The warm start of these settings, which is made if it does not exist.
-
-    The checkpoint also contains the measurements, `warm.json`.
-    """
+    """The warm start of these settings, made if it does not exist, with its report `warm.json`."""
     folder = warm_folder(config)
     found = latest_checkpoint(folder)
     if found is not None:

@@ -78,10 +78,7 @@ class Inbox(RequestSource):
     # ---- called by other threads ----------------------------------------------------------------
 
     def put(self, tickets: Sequence[Ticket]) -> None:
-        """Adds arrivals; those that arrive together share the computation of their prompts.
-
-        Raises SessionClosed if it is closed.
-        """
+        """Adds arrivals, whose equal prompts are computed once; SessionClosed if it is closed."""
         with self._changed:
             if self.closed:
                 raise SessionClosed("the session is closed")
@@ -127,10 +124,7 @@ class Inbox(RequestSource):
     def abort(
         self, chosen: Callable[[Ticket], bool], remove: Callable[[RunningRequest], None]
     ) -> list[tuple[Ticket, Response]]:
-        """Removes chosen requests with their tokens so far; no other thread may use the engine.
-
-        Returns tickets and responses, for `set_result` once other threads may use the engine.
-        """
+        """Removes requests while no thread uses the engine; their tickets and responses."""
         aborted = []
         for state, ticket in list(self.tickets.items()):
             if chosen(ticket):

@@ -85,10 +85,7 @@ def build_parts(
     device: str,
     parallel: TensorParallel | None = None,
 ) -> Parts:
-    """Target, cache and drafter, for a run or, on the meta device, for a memory estimate.
-
-    `device` is that of the parts; `run.device` determines which are built.
-    """
+    """Target, cache and drafter; for a memory estimate `device` is meta, not `run.device`."""
     engine, arms = config.engine, parse_strategies(config.engine.strategies)
     dtype = getattr(torch, config.model.dtype)
     spec = replace(spec, max_position=min(longest, spec.max_position))

@@ -24,10 +24,7 @@ TASKS = {
 
 
 def make_task(name: str, **options: Any) -> Task:
-    """The task of `TaskConfig(name, **options)`; fields that it does not use are ignored.
-
-    Raises UserError for an unknown name, an unreadable file or a missing package.
-    """
+    """The task of `TaskConfig(name, **options)`; UserError for a wrong name, file or package."""
     config = TaskConfig(name, **options)
     check_task_name(name)
     if name not in TASKS:

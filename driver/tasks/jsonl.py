@@ -114,10 +114,7 @@ def _order(split: Split, epoch: int, count: int) -> list[int]:
 
 
 def read_jsonl(path: Path) -> list[Line]:
-    """The lines of a file: JSON objects with the texts `question` and `answer`, or blank.
-
-    Raises UserError, which names file and line.
-    """
+    """The JSON objects of a file with `question` and `answer`; UserError names file and line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors write a BOM
     except UnicodeDecodeError as error:

@@ -81,10 +81,7 @@ def _takes_four(function: Any) -> bool:
 
 
 def own_task(name: str) -> OwnTask:
-    """The task of a class `module:Class`, also of the current folder, or `path/to/file.py:Class`.
-
-    Raises UserError if the module cannot be imported or the task cannot be created.
-    """
+    """The task `module:Class` or `path/to/file.py:Class`; UserError if it cannot be made."""
     place, _, kind = name.rpartition(":")
     path = user_path(place).resolve() if place.endswith(".py") else None
     if path is not None and not path.is_file():

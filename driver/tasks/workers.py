@@ -27,10 +27,7 @@ START_S = 300.0  # limit for a worker to start, before the time limit of its fir
 
 
 class RewardWorkers:
-    """Scores responses as they finish; without workers, when `score` or `collect` is called.
-
-    The task is pickled for each worker.
-    """
+    """Scores responses as they finish; without workers, when `score` or `collect` is called."""
 
     def __init__(self, task: Task, config: RewardConfig) -> None:
         self.config = config
@@ -40,19 +37,13 @@ class RewardWorkers:
         self._workers: list[_Worker] = []
 
     def submit(self, index: int, prompt: Prompt, text: str, finished: bool = True) -> None:
-        """Queues a response; `index` orders the rewards that `collect` returns.
-
-        Raises UserError if an earlier sample failed and `reward.on_error=stop`.
-        """
+        """Queues a response; UserError if a sample failed and `reward.on_error=stop`."""
         self._waiting.append((index, prompt, text, finished))
         if self.config.workers:
             self._turn(0.0)
 
     def collect(self, count: int) -> list[float]:
-        """Waits for the finite rewards of the `count` responses since the last call.
-
-        Raises UserError if a sample failed and `reward.on_error=stop`.
-        """
+        """Waits for the finite rewards of so many responses, by index; raises like `submit`."""
         self.score()
         while len(self._values) < count:
             self._turn(0.05)
