@@ -145,6 +145,11 @@ class _Start:
         source = self.source
         if self.saved is not None:
             self.saved.check(contents=self.folder is not None)  # one rank reads all of it
+            if self.folder is not None and self.saved.step >= self.config.run.steps:
+                self.note(
+                    f"{self.folder.path} has made {self.saved.step} steps, and run.steps="
+                    f"{self.config.run.steps}: nothing is left to do; raise it to train further"
+                )
             source = self.saved.path
         # If ranks share the policy, no card needs to hold all of it.
         mapped = is_sharded(self.world, self.config.grpo.offload) and not self.warms_up

@@ -168,11 +168,13 @@ def test_a_run_leaves_its_records(unbroken):
 
 
 @pytest.mark.figures
-def test_a_finished_run_resumed_keeps_its_records_and_figures(unbroken):
+def test_a_finished_run_resumed_keeps_its_records_and_figures(unbroken, capsys):
     folder = unbroken.folder.path
     charts = (folder / "report.html").read_text(encoding="utf-8").count("<figure")
     before = history(folder)
     run(folder.parent, "whole", "run.steps=5", "run.resume=true")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "has made 5 steps, and run.steps=5: nothing is left to do; raise it" in shown
     assert history(folder) == before
     assert (folder / "report.html").read_text(encoding="utf-8").count("<figure") == charts
 
