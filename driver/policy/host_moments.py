@@ -1,4 +1,4 @@
-"""Adam's moments in host memory, which visit the device in each step."""
+"""Adam's moments in host memory, alone or with weights and gradients; steps on the device."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ class HostMoments:
 
     Args:
         params: the trained ones; of sharded ones this rank's rows count.
-        device: of the parameters.
+        device: of the steps.
+        whole: whether parameters and gradients are in host memory too.
     """
 
-    def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, params: Sequence[Tensor], device: torch.device, whole: bool = False) -> None:
         self.params, self.device = params, device
+        self._moved = len(MOMENTS) + 2 * whole
         self._backend = torch.get_device_module(device)
         sizes = [local(param).numel() for param in params]
         self._block = min(BLOCK_NUMBERS, max(sizes))
-        self._host = _HostBlocks(len(MOMENTS) * sum(sizes), device.type == "cuda")
+        self._host = HostBlocks(len(MOMENTS) * sum(sizes), device.type == "cuda")
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -39,22 +41,23 @@ class HostMoments:
         backend = self._backend
         compute, arrive, leave = backend.current_stream(), backend.Stream(), backend.Stream()
         # Copies in, the step and copies out have a stream each: the bus is busy both ways.
-        ring = torch.empty(RING, len(MOMENTS), self._block, device=self.device)
+        ring = torch.empty(RING, self._moved, self._block, device=self.device)
         arrive.wait_stream(compute)
         left: deque[Any] = deque(maxlen=RING)
-        for index, (group, weight, grad, moments, step) in enumerate(self._pieces(optimizer)):
-            block = [moment[: len(weight)] for moment in ring[index % RING]]
+        for index, (group, arrays, step) in enumerate(self._pieces(optimizer)):
+            on_host = arrays[-self._moved :]
+            block = [place[: len(on_host[0])] for place in ring[index % RING]]
             with backend.stream(arrive):
                 if len(left) == RING:
                     arrive.wait_event(left[0])
-                for moment, on_host in zip(block, moments, strict=True):
-                    moment.copy_(on_host, non_blocking=True)
+                for place, array in zip(block, on_host, strict=True):
+                    place.copy_(array, non_blocking=True)
             compute.wait_stream(arrive)
-            _adamw(group, weight, grad, block, step)
+            _adamw(group, [*arrays[: -self._moved], *block], step)
             leave.wait_stream(compute)
             with backend.stream(leave):
-                for moment, on_host in zip(block, moments, strict=True):
-                    on_host.copy_(moment, non_blocking=True)
+                for place, array in list(zip(block, on_host, strict=True))[-3:]:  # no gradient
+                    array.copy_(place, non_blocking=True)
                 left.append(leave.record_event())
         backend.synchronize()
 
@@ -64,11 +67,11 @@ class HostMoments:
             for param in group["params"]:
                 device = self.device if group["fused"] else None
                 step = torch.tensor(float(updates), device=device)
-                moments = {key: self._host.zeros(local(param).shape) for key in MOMENTS}
+                moments = {key: self._host.take(local(param).shape).zero_() for key in MOMENTS}
                 optimizer.state[param] = {"step": step} | moments
 
     def _pieces(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, ...]]:
-        """Group, then flat weights, gradients, moments on the host and the number of steps."""
+        """Group; gradients, weights and moments, flat; the number of steps."""
         if not optimizer.state:
             self.start(optimizer, 0)
         for group in optimizer.param_groups:
@@ -76,22 +79,21 @@ class HostMoments:
                 if param.grad is None:
                     continue
                 state = optimizer.state[param]
-                arrays = (param, param.grad, *(state[key] for key in MOMENTS))
-                pieces = [local(array).view(-1).split(self._block) for array in arrays]
-                for weight, grad, *moments in zip(*pieces, strict=True):
-                    yield group, weight, grad, moments, state["step"].clone()
+                arrays = (param.grad, param, *(state[key] for key in MOMENTS))
+                flat = [local(array).view(-1).split(self._block) for array in arrays]
+                for pieces in zip(*flat, strict=True):
+                    yield group, pieces, state["step"].clone()
                 state["step"] += 1
 
 
-def _adamw(
-    group: dict[str, Any], weight: Tensor, grad: Tensor, moments: list[Tensor], step: Tensor
-) -> None:
+def _adamw(group: dict[str, Any], arrays: Sequence[Tensor], step: Tensor) -> None:
     """torch's AdamW on a piece of a parameter; `step` counts the steps before."""
+    grad, weight, first, second = arrays
     adamw(
         [weight],
         [grad],
-        exp_avgs=moments[:1],
-        exp_avg_sqs=moments[1:],
+        exp_avgs=[first],
+        exp_avg_sqs=[second],
         max_exp_avg_sqs=[],
         state_steps=[step],
         fused=group["fused"],
@@ -105,8 +107,8 @@ def _adamw(
     )
 
 
-class _HostBlocks:
-    """Float32 tensors in a few blocks of host memory, pinned for a GPU.
+class HostBlocks:
+    """Float32 tensors without values in a few blocks of host memory, pinned for a GPU.
 
     torch rounds each pinned allocation up to a power of 2, which could double the memory.
     """
@@ -115,14 +117,14 @@ class _HostBlocks:
         self._left, self._pinned = numbers, pinned
         self._block = torch.empty(0)
 
-    def zeros(self, shape: torch.Size) -> Tensor:
+    def take(self, shape: torch.Size) -> Tensor:
         count = shape.numel()
         if len(self._block) < count:
             size = max(count, min(self._left, HOST_NUMBERS))
             self._block = torch.empty(size, pin_memory=self._pinned)
         taken, self._block = self._block[:count], self._block[count:]
         self._left -= count
-        return taken.zero_().view(shape)
+        return taken.view(shape)
 
 
 def local(tensor: Any) -> Tensor:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from ..model.families import Family, family_of
 from ..model.target_weights import DecoderLayer
 from .fused import fused
+from .host_weights import HostWeights
 from .logprobs import LossGradient, token_logprobs
 from .packing import packed_positions
 
@@ -243,11 +244,12 @@ def _layer_weights(layer: Any, family: Family, dtype: torch.dtype) -> DecoderLay
 
 
 def _in_dtype(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype | None) -> Sequence[Tensor]:
-    """Each group of weights joined along its rows; copies if the dtype differs."""
+    """Each group of weights joined along its rows; copies if dtype or device differs."""
     weights = [weight for group in groups for weight in group]
-    if dtype is None or weights[0].dtype == dtype:
+    host: HostWeights | None = getattr(weights[0], "host", None)
+    if host is None and (dtype is None or weights[0].dtype == dtype):
         return [torch.cat(tuple(group)) if len(group) > 1 else group[0] for group in groups]
-    return _Copies.apply(dtype, [len(group) for group in groups], *weights)
+    return _Copies.apply(dtype, host, [len(group) for group in groups], *weights)
 
 
 class _Copies(torch.autograd.Function):
@@ -260,25 +262,31 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, dtype: torch.dtype, sizes: Sequence[int], *weights: Tensor
+        ctx: Any,
+        dtype: torch.dtype,
+        host: HostWeights | None,
+        sizes: Sequence[int],
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.weights, ctx.rows, copies, targets = weights, [], [], []
+        ctx.add, device = (host.add, host.device) if host else (_add_gradients, weights[0].device)
         left = iter(weights)
         for size in sizes:
             parts = list(islice(left, size))
             rows = [len(part) for part in parts]
-            copies.append(parts[0].new_empty(sum(rows), *parts[0].shape[1:], dtype=dtype))
+            shape = (sum(rows), *parts[0].shape[1:])
+            copies.append(torch.empty(shape, dtype=dtype, device=device))
             targets += copies[-1].split(rows)
             ctx.rows.append(rows)
-        torch._foreach_copy_(targets, weights)
+        (host.bring if host else torch._foreach_copy_)(targets, weights)
         return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         pairs = zip(grads, ctx.rows, strict=True)
         shares = [share for grad, rows in pairs for share in grad.split(rows)]
-        _add_gradients(ctx.weights, shares)
-        return None, None, *(None for _ in ctx.weights)
+        ctx.add(ctx.weights, shares)
+        return None, None, None, *(None for _ in ctx.weights)
 
 
 def _add_gradients(weights: Sequence[Tensor], shares: Sequence[Tensor]) -> None:

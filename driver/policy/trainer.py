@@ -89,7 +89,7 @@ class PolicyTrainer:
                 {"params": plain, "weight_decay": 0.0},
             ],
             lr=cfg.lr,
-            fused=self.weights.fused,
+            fused=self.weights.device.type == "cuda",  # one pass over memory
         )
         self.own_old_logprobs = has_own_old_logprobs(cfg)
         # Then a response without advantage adds exactly 0 to loss and gradient.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..common.world import World
 from .host_moments import MOMENTS, HostMoments, local
+from .host_weights import HostWeights
 from .logprobs import LossGradient
 from .micro_batch import MicroBatch
 from .packed_forward import packed_layer, packed_logprobs
@@ -55,17 +56,21 @@ class PolicyWeights:
         self.world, self.offload = world or World(), offload
         first = next(model.parameters())
         self.dtype, self.device = first.dtype, device or first.device
-        self.sharded = is_sharded(self.world, offload)
+        self.sharded = self.world.size > 1
         self._forward = functools.partial(packed_logprobs, cast(Any, model))
+        self._host: HostWeights | None = None
         if self.sharded:
             self._shard(model)
+        elif offload == "all":
+            self._host = HostWeights(cast(Any, model), self.device)
         else:
             _widen(model)
         self.named = dict(model.named_parameters())
         self.params = list(self.named.values())
-        # AdamW in one pass over memory.
-        self.fused = offload == "all" or self.device.type == "cuda"
-        self._on_host = HostMoments(self.params, self.device) if offload == "moments" else None
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of FSDP2's gradients on the host
+        self._on_host: HostMoments | None = None
+        if offload != "none":
+            self._on_host = HostMoments(self.params, self.device, offload == "all")
 
     def _shard(self, model: Any) -> None:
         # Slow to import.
@@ -114,6 +119,7 @@ class PolicyWeights:
         loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`packed_logprobs` of the model; on several ranks it and its backward are collective."""
+        self._take_gradients()
         return self._forward(batch, checkpointing, entropy_grad, self.dtype, loss_gradient)
 
     def together(self) -> AbstractContextManager[None]:
@@ -122,8 +128,29 @@ class PolicyWeights:
 
     def divide_gradients(self, denominator: float) -> None:
         """Divides the sums of gradients."""
+        if self._host is not None:
+            self._host.wait()
+        self._take_gradients()
+        for param, total in self._sums.items():
+            param.grad = total
+        self._sums.clear()
         gradients = [param.grad for param in self.params if param.grad is not None]
         torch._foreach_mul_(gradients, 1 / denominator)
+
+    def _take_gradients(self) -> None:
+        """Adds the gradients of a micro-batch that FSDP2 has copied to the host to sums there.
+
+        It copies to pinned memory beside the backward pass if a parameter has no gradient yet, and
+        otherwise waits for a copy to new memory, at 1 GB/s.
+        """
+        if not self.sharded or self.offload != "all":
+            return
+        for param in self.params:
+            if param.grad is not None:
+                total = self._sums.setdefault(param, param.grad)
+                if total is not param.grad:
+                    local(total).add_(local(param.grad))
+                param.grad = None
 
     def gradient_bits(self) -> list[int]:
         """A sum of each gradient's bits; waits for the device."""
@@ -145,7 +172,11 @@ class PolicyWeights:
             The gradient's norm before clipping, float [].
         """
         with self.together():
-            norm: Any = nn.utils.clip_grad_norm_(self.params, max_norm)  # []
+            norm: Any  # []
+            if self._host is not None:
+                norm = self._host.clip(max_norm)
+            else:
+                norm = nn.utils.clip_grad_norm_(self.params, max_norm)
             if self.sharded:
                 norm = norm.full_tensor()
             if torch.isfinite(norm):
@@ -181,9 +212,10 @@ class PolicyWeights:
         """
         with self.together():
             for name, param in self.named.items():
-                weight = local(param)
+                # A copy from the host in another dtype would be made on the host first.
+                weight = local(param).to(self.device, non_blocking=True)
                 if self.world.size > 1:
-                    weight = self._whole(weight.to(self.device, self.dtype), param)
+                    weight = self._whole(weight.to(self.dtype), param)
                 yield name, weight
 
     def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
@@ -229,11 +261,6 @@ class PolicyWeights:
         return DTensor.from_local(
             part, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
         )
-
-
-def is_sharded(world: World, offload: str) -> bool:
-    """Whether torch's FSDP2 holds the weights."""
-    return offload == "all" or world.size > 1
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:

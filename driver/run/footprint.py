@@ -24,6 +24,7 @@ from ..model.fetch import SMOLLM2_CONFIG, is_smollm2
 from ..model.spec import DTYPES, ModelSpec
 from ..policy import logprobs
 from ..policy.host_moments import BLOCK_NUMBERS, MOMENTS, RING
+from ..policy.host_weights import LAYERS_AHEAD
 from ..policy.packed_forward import LONG_TOKENS
 from ..rollout.pages import pages_for
 from ..rollout.plan import BucketPlan, draft_bytes
@@ -97,6 +98,8 @@ class RunShape:
         gradients = {"gradients": trained["policy"]}
         moments = {"Adam": trained["Adam"]}
         moved = {"none": {}, "moments": moments, "all": trained | gradients}[offload]
+        if offload == "all" and ranks > 1:
+            moved = {**moved, "gradients of a micro-batch": trained["policy"]}
         always = {part: size for part, size in trained.items() if not on_card or part not in moved}
         if config.grpo.kl_coef:
             always["reference"] = spec.num_parameters * spec.dtype.itemsize
@@ -111,7 +114,8 @@ class RunShape:
             checkpointing=config.grpo.checkpointing,
             on_card=on_card,
             separate=longest >= LONG_TOKENS,
-            sharded=ranks > 1 or offload == "all",
+            sharded=ranks > 1,
+            from_host=on_card and offload == "all" and ranks == 1,
         )
         phases = update_bytes(spec, row)
         kept = {} if on_card and offload == "all" else gradients
@@ -119,9 +123,10 @@ class RunShape:
             # The sums of earlier micro-batches.
             phases = {phase: kept | needs for phase, needs in phases.items()}
         phases |= {"update, its end": kept | phases["update, its end"], "optimizer": dict(kept)}
-        if on_card and offload == "moments":
+        if on_card and offload != "none":
+            arrays = len(MOMENTS) if offload == "moments" else len(MOMENTS) + 2
             block = min(BLOCK_NUMBERS, max(_shard_numbers(spec, ranks)))
-            phases["optimizer"]["blocks of moments"] = RING * len(MOMENTS) * FLOAT_BYTES * block
+            phases["optimizer"]["blocks on the card"] = RING * arrays * FLOAT_BYTES * block
         if config.engine.free_in_update == "true":
             phases["rollout"] = {part: always.pop(part) for part in PAGES if part in always}
         return Footprint(always, phases, sum(moved.values()) if on_card else 0)
@@ -140,6 +145,7 @@ class Row:
     on_card: bool = True
     separate: bool = False  # on a card: the attention call of long documents copies the result
     sharded: bool = False  # FSDP2 gathers the weights of a layer and scatters its gradients
+    from_host: bool = False  # weights arrive from host memory, and gradients leave
 
     @property
     def copies(self) -> bool:
@@ -205,7 +211,11 @@ def transit_bytes(spec: ModelSpec, row: Row) -> dict[str, int]:
     """Bytes of weights in the dtype of the pass that are not saved, and of their gradients."""
     size, head = row.dtype.itemsize, spec.vocab_size * spec.hidden_size
     if not row.sharded:
-        return {"copies of embedding and head": size * head} if row.copies else {}
+        found = {"copies of embedding and head": size * head} if row.copies else {}
+        if row.from_host:
+            each = FLOAT_BYTES + LAYERS_AHEAD * size
+            found["weights and gradients in transit"] = layer_numbers(spec) * each
+        return found
     outer = head * (1 if spec.tie_word_embeddings else 2)
     # Two layers are gathered; the gradients of one are there, and are reduced in float32.
     layers = layer_numbers(spec) * (3 * size + FLOAT_BYTES)

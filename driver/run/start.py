@@ -24,7 +24,6 @@ from ..model.checkpoint import folder_fingerprint
 from ..model.prompts import PromptEncoder
 from ..policy.trainer import PolicyTrainer
 from ..policy.warmup import warm_up
-from ..policy.weights import is_sharded
 from ..records.checkpoint import Checkpoint, saved_reference
 from ..records.checkpoint_writer import CheckpointWriter
 from ..records.folder import RunFolder
@@ -151,8 +150,9 @@ class _Start:
                     f"{self.config.run.steps}: nothing is left to do; raise it to train further"
                 )
             source = self.saved.path
-        # If ranks share the policy, no card needs to hold all of it.
-        mapped = is_sharded(self.world, self.config.grpo.offload) and not self.warms_up
+        # No card needs to hold all of a policy that ranks share, or that is kept in host memory.
+        apart = self.world.size > 1 or self.config.grpo.offload == "all"
+        mapped = apart and not self.warms_up
         return load_policy(self.config, source, mapped)
 
     @property

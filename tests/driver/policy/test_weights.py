@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from driver.model.checkpoint import load_checkpoint
+from driver.policy import host_moments
 from driver.policy.host_moments import MOMENTS
 from driver.policy.trainer import PolicyTrainer
+from tests import kit
 from tests.driver.hugging_face import save_model
 from tests.driver.policy.test_trainer import REWARDS, Cfg, make_model, make_responses
 from tests.forks import run_ranks
@@ -168,18 +170,25 @@ def test_half_precision_is_gathered_and_its_gradients_are_added_in_float32(tmp_p
         assert found[0][2][name].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("device", kit.DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offloaded_weights_learn_the_same_on_one_rank(dtype, tmp_path):
-    """The same gradients, bit for bit. The fused optimizer of the host rounds in its own way."""
-    plain, responses = inputs(tmp_path, dtype, tied=False, offload="all")
-    launch(tmp_path, 1)
-    logprobs, gradients, weights = torch.load(tmp_path / "rank-0.pt")
-    mine, own = caught(plain, responses)
-    assert all(torch.equal(mine[owner], logprobs[owner]) for owner in mine)
-    assert all(torch.equal(own[name], gradients[name]) for name in own)
-    for name, weight in trained(plain, responses).items():
-        assert weights[name].dtype == torch.float32
-        assert (weights[name] - weight).abs().max() <= 1e-6, name
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_weights_in_host_memory_change_no_bit(checkpointing, dtype, device, monkeypatch):
+    monkeypatch.setattr(host_moments, "BLOCK_NUMBERS", 700)
+    found = {}
+    for offload in ("none", "all"):
+        model = make_model(dtype, "qwen2", tied=checkpointing).to(device)
+        options = {"micro_batch_tokens": 40, "checkpointing": checkpointing, "offload": offload}
+        trainer = PolicyTrainer(model, Cfg(**options), device=torch.device(device))
+        responses = make_responses(model)
+        parts = *caught(trainer, responses), trained(trainer, responses), moments(trainer)
+        kept = "cpu" if offload == "all" else device
+        assert {param.device.type for param in trainer.params} == {kept}
+        found[offload] = parts
+    for plain, moved in zip(*found.values(), strict=True):
+        assert plain.keys() == moved.keys() and plain
+        for key, value in plain.items():
+            assert torch.equal(value.cpu(), moved[key].cpu()), key
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(2, 3), (1, 2), (2, 1)])
@@ -203,12 +212,12 @@ def test_ranks_copy_their_parts_of_a_policy_that_is_mapped_to_its_file(ranks, tm
         assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_moments_in_host_memory_change_no_bit(ranks, tmp_path):
+@pytest.mark.parametrize(("ranks", "offload"), [(1, "moments"), (2, "moments"), (2, "all")])
+def test_what_is_in_host_memory_changes_no_bit(ranks, offload, tmp_path):
     inputs(tmp_path, torch.float32, tied=False)
     launch(tmp_path, ranks)
     *_, plain = torch.load(tmp_path / "rank-0.pt")
-    inputs(tmp_path, torch.float32, tied=False, offload="moments")
+    inputs(tmp_path, torch.float32, tied=False, offload=offload)
     launch(tmp_path, ranks, script=SMALL_BLOCKS + SCRIPT)
     *_, weights = torch.load(tmp_path / "rank-0.pt")
     assert weights.keys() == plain.keys()
