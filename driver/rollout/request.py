@@ -210,7 +210,7 @@ class RunningRequest:
             state.tools += done.tools
             if done.turn_ended:
                 state.finish = "stop"
-        if state.finish is None and state.room <= 0:
+        if state.finish is None and state.remaining <= 0:
             state.finish = "length"
         return state
 

@@ -125,6 +125,19 @@ def test_a_request_without_room_that_is_aborted_before_it_starts_ends_as_before(
     assert (resumed.token_ids, resumed.finish) == (whole.token_ids, "length")
 
 
+def test_a_response_cut_at_its_limit_resumes_only_with_more_room(session):
+    """At the limit of its turn or of all its tokens it ends at once, and others run on."""
+    (request,) = endless(jobs(1, seed=46, new=20))
+    (whole,) = session.generate(request)
+    for changes in ({"max_turn_tokens": 4}, {"max_new_tokens": 4}):
+        cut = replace(request, params=replace(request.params, **changes))
+        (first,) = session.generate(cut)
+        again, other = session.generate([replace(cut, resume=first), request])
+        assert (len(first.token_ids), first.finish) == (4, "length")
+        assert same([again, other], [first, whole])
+        assert same(session.generate(replace(request, resume=first)), [whole])
+
+
 def test_a_callback_of_an_aborted_request_may_use_the_session(session):
     future, called = session.submit(endless(jobs(1, seed=44, new=200))[0]), []
     future.add_done_callback(lambda _: called.append(session.wake()))
