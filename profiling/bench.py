@@ -240,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.name == "all":
         return run_all(modules, args.set, [word for word in argv if word != "all"])
     module = modules[args.name]
-    if args.options and not hasattr(module, "options"):
+    if args.options and not hasattr(module, "OPTIONS"):
         parser.error(f"{args.name} does not take {' '.join(args.options)}")
     if needs_cuda(module) and not torch.cuda.is_available():
         say("profiling.bench: no CUDA device")

@@ -13,9 +13,9 @@ rows compare tokens, and `bench identity` takes its target from them. `fsdp` com
 and 4 ranks with those of one, on the CPU. All of it takes eight minutes.
 """
 
-import argparse
 import gc
 import itertools
+import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -74,6 +74,9 @@ class Long:
     last: int = 512  # passes that are timed
 
 
+OPTIONS = {"short": False, "new": Long.new}  # new tokens of decode 32k
+
+
 class Scored:
     """A task whose rewards all differ: a response with the mean of its group is not trained."""
 
@@ -87,16 +90,8 @@ class Scored:
         return next(self.scored) * GOLDEN % 1
 
 
-def options(words: Sequence[str]) -> argparse.Namespace:
-    """The options of this benchmark alone."""
-    parser = argparse.ArgumentParser(prog="python -m profiling.bench big", description=__doc__)
-    parser.add_argument("--short", action="store_true", help="short steps of the 7B")
-    parser.add_argument("--new", type=int, default=Long.new, help="new tokens of decode 32k")
-    return parser.parse_args(words)
-
-
 def run(bench: Bench) -> None:
-    chosen = options(bench.options)
+    chosen = bench.own_options(OPTIONS)
     for case, (shape, steps, saves, words) in TRAINED.items():
         if bench.wanted(case):
             words = [*words, *(SHORT if chosen.short and shape is QWEN2_7B else [])]
@@ -124,8 +119,7 @@ def run(bench: Bench) -> None:
 def fsdp(bench: Bench, ranks: int) -> float:
     """The share of log-probs of so many ranks on the CPU that have the bits of one rank."""
     began = time.perf_counter()
-    words = ["--standalone", f"--nproc-per-node={ranks}", "-m", "profiling.studies.fsdp_bits"]
-    equal = run_apart("torch.distributed.run", *words)["equal"]
+    equal = json.loads(run_apart("profiling.studies.fsdp_bits", ranks=ranks))["equal"]
     bench.add_row(f"fsdp {ranks} ranks", 1e6 * (time.perf_counter() - began), equal_bits=equal)
     return equal
 

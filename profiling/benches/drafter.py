@@ -19,7 +19,7 @@ import argparse
 import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ from profiling.studies.drafting import Sizes, Study, TargetOnly, accept_row
 from profiling.studies.grpo_runs import make_runs
 
 NEEDS_WARM_START = True
+# Of RL: folder of the runs by arm, steps, limit in seconds of all arms together.
+OPTIONS = {"runs": Path("runs/drafter"), "steps": drafter_runs.STEPS, "seconds": math.nan}
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 WORDS = [
     "preset=smollm2",
@@ -146,18 +148,9 @@ def compare(bench: Bench, subject: Subject, sizes: Sizes) -> None:
                 part()
 
 
-def options(words: Sequence[str]) -> argparse.Namespace:
-    """The options of this benchmark alone."""
-    parser = argparse.ArgumentParser(prog="python -m profiling.bench drafter", description=__doc__)
-    parser.add_argument("--runs", type=Path, default=Path("runs/drafter"), help="of RL, by arm")
-    parser.add_argument("--steps", type=int, default=drafter_runs.STEPS, help="of RL")
-    parser.add_argument("--seconds", type=float, default=None, help="of RL, all arms together")
-    return parser.parse_args(words)
-
-
 def adaptive(bench: Bench, chosen: argparse.Namespace) -> None:
     """Makes the runs of RL of each arm, as far as the time allows, and merges them."""
-    if chosen.seconds is None:
+    if math.isnan(chosen.seconds):
         chosen.seconds = 0.0 if bench.quick else math.inf
     words, known = warm_words(bench.words), drafter_runs.arm_words(bench.settings)
     if chosen.seconds:
@@ -185,7 +178,7 @@ def smollm2(bench: Bench, sizes: Sizes) -> None:
 
 
 def run(bench: Bench) -> None:
-    chosen, sizes = options(bench.options), QUICK if bench.quick else FULL
+    chosen, sizes = bench.own_options(OPTIONS), QUICK if bench.quick else FULL
     if wanted(bench, "warmed"):
         with bench.part("warmed"):
             words = warm_words(bench.words)

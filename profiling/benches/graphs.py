@@ -156,7 +156,7 @@ def run(bench: Bench) -> None:
         if not bench.wanted(case):
             continue
         with bench.part(case):
-            got[case] = run_apart(__name__, case)
+            got[case] = json.loads(run_apart(__name__, case))
             add_row(bench, case, got[case])
             book(bench, got)  # after each case, in case the time runs out
 

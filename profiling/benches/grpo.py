@@ -14,8 +14,6 @@ seconds instead of minutes. Such runs have their own folder below `--runs` and t
 ("full seed 0, 512 tokens"), and decide `over_trl_hf_x` and `over_trl_vllm_x` only.
 """
 
-import argparse
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -25,7 +23,7 @@ from driver.common.memory import CARD_MEMORY
 from driver.config.load import load_config
 from driver.run.dry_run import run_shape, shape_folder
 from profiling.rig.bench import Bench, say
-from profiling.rig.results import RESULTS, newest_first
+from profiling.rig.results import RESULTS, newest
 from profiling.rig.warm import warm_words
 from profiling.studies.grpo_arms import (
     OTHER_START,
@@ -41,25 +39,19 @@ from profiling.studies.grpo_runs import folder_of, make_runs
 
 STEPS, QUICK_STEPS = 20, 4
 NEEDS_WARM_START = True
-
-
-def options(words: Sequence[str]) -> argparse.Namespace:
-    """The options of this benchmark alone."""
-    parser = argparse.ArgumentParser(prog="python -m profiling.bench grpo", description=__doc__)
-    parser.add_argument("--arms", default="", help="off,ngram,static,frozen,full,trl,trl_vllm")
-    parser.add_argument("--seeds", default="", help="0,1,2")
-    parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--runs", type=Path, default=Path("runs/grpo"), help="folder of the runs")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="limit of all runs, then merge"
-    )
-    parser.add_argument("--vllm", default="", help="folder that holds the package vllm")
-    parser.add_argument("--merge", action="store_true", help="run nothing, merge the runs")
-    return parser.parse_args(words)
+OPTIONS = {
+    "arms": "",  # off,ngram,static,frozen,full,trl,trl_vllm
+    "seeds": "",  # 0,1,2
+    "steps": 0,
+    "runs": Path("runs/grpo"),
+    "seconds": math.inf,  # limit of all runs, then they are merged
+    "vllm": "",  # folder that holds the package
+    "merge": False,  # run nothing, merge the runs
+}
 
 
 def run(bench: Bench) -> None:
-    chosen = options(bench.options)
+    chosen = bench.own_options(OPTIONS)
     every = ("off,full", "0") if bench.quick else ("off,ngram,static,frozen,full", "0,1,2")
     arms = (chosen.arms or every[0]).split(",")
     seeds = [int(seed) for seed in (chosen.seeds or every[1]).split(",")]
@@ -104,14 +96,10 @@ def memory_of(run: ArmRun, folder: Path) -> dict[str, float]:
 
 def book_update(bench: Bench) -> None:
     """The targets that `bench update` and `bench big` measure."""
-    for path in newest_first(RESULTS, "big")[:1]:
-        rows = {row["case"]: row for row in json.loads(path.read_text())["rows"]}
-        if row := rows.get("train 15b"):
-            bench.got["checkpoint_blocked_s"] = row["blocked_s"]
-    for path in newest_first(RESULTS, "update")[:1]:
-        rows = {row["case"]: row for row in json.loads(path.read_text())["rows"]}
-        if row := rows.get("15b compiled"):
-            bench.got["update_mfu_15b"] = row["mfu"]
+    if row := newest("big", RESULTS).get("train 15b"):
+        bench.got["checkpoint_blocked_s"] = row["blocked_s"]
+    if row := newest("update", RESULTS).get("15b compiled"):
+        bench.got["update_mfu_15b"] = row["mfu"]
 
 
 def merge(

@@ -9,21 +9,19 @@ filtered, and end at different times. `median_us` is the time of a token.
 confirm it. `--seconds N` leaves out rounds that would end later.
 """
 
-import argparse
 import gc
-import json
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from driver.config.strategy import OFF, ORACLE
 from driver.run.comparison import ARRIVALS, Arm, Comparison, sibling_requests, train_drafter
 from profiling.benches.decode import SHAPE_WORDS
 from profiling.rig.bench import Bench, say
-from profiling.rig.results import RESULTS, newest_first
+from profiling.rig.results import RESULTS, newest
 from profiling.rig.subjects import QWEN2_7B, Subject, of_checkpoint, of_shape, spot_of
 
+OPTIONS = {"seconds": math.inf}  # limit of all rounds
 TOKENS = 1_000_000  # that the arm of a target compares
 LONG_TOKENS = 100_000  # in responses to 32,768, compared by `bench big`
 SMOLLM2_WORDS = ["task.name=questions", "drafter.draft_vocab=8192"]
@@ -59,13 +57,6 @@ class Size:
 
 FULL = Size(TOKENS, batch=256, requests=1024, longest=512, train_steps=100)
 QUICK = Size(TOKENS // 40, batch=128, requests=144, longest=256, train_steps=30)
-
-
-def options(words: Sequence[str]) -> argparse.Namespace:
-    """The options of this benchmark alone."""
-    parser = argparse.ArgumentParser(prog="python -m profiling.bench identity")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="limit of all rounds")
-    return parser.parse_args(words)
 
 
 def comparison(subject: Subject, arms: list[Arm], size: Size, *, train: bool) -> Comparison:
@@ -133,11 +124,10 @@ def book(bench: Bench) -> None:
     for case, target in TARGETS.items():
         if case in enough or (case in cases and cases[case]["equal_tokens"] < 1):
             bench.got[target] = cases[case]["equal_tokens"]
-    for path in newest_first(RESULTS, "big")[:1]:
-        long = [row for row in json.loads(path.read_text())["rows"] if "decode" in row["case"]]
-        shares = [row["equal_tokens"] for row in long if row["tokens"] >= LONG_TOKENS]
-        if len(shares) > 1:  # `off` is one
-            bench.got["long_responses_32k"] = min(shares)
+    long = [row for case, row in newest("big", RESULTS).items() if "decode" in case]
+    shares = [row["equal_tokens"] for row in long if row["tokens"] >= LONG_TOKENS]
+    if len(shares) > 1:  # `off` is one
+        bench.got["long_responses_32k"] = min(shares)
     bits = min((row["equal_bits"] for row in cases.values()), default=1.0)
     if len(enough) == len(TARGETS) or bits < 1:
         bench.got["logprobs_bit_equal"] = bits
@@ -162,7 +152,7 @@ def run_subject(
 
 def run(bench: Bench) -> None:
     size = QUICK if bench.quick else FULL
-    end = time.perf_counter() + options(bench.options).seconds
+    end = time.perf_counter() + bench.own_options(OPTIONS).seconds
 
     def wanted(subject: str, arms: dict[str, float]) -> bool:
         return any(bench.wanted(f"{subject} {arm}") for arm in arms)

@@ -17,10 +17,8 @@ In the rows of a comparison `over_vllm` is ours over vLLM's best setting. Rows o
 hold what the comparison is made of, and how each vLLM engine was started.
 """
 
-import argparse
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, Qwen2Config
@@ -50,16 +48,9 @@ ALONE = [1]  # requests
 MAX_ROWS = 1280  # of a pass, as in preset=h100
 LEAST_TOKENS = 8  # of a request, in the rollout before those that are timed
 PROMPTS, SAMPLES, STEP_TOKENS = 32, 8, 4096  # of a step of preset=h100
-LOGS = ROOT / "out" / "vllm"
+# Folders: that holds the package vllm, and for what vLLM prints.
+OPTIONS = {"vllm": "", "logs": ROOT / "out" / "vllm"}
 SHAPES: dict[str, tuple[Qwen2Config, int]] = {"15b": (QWEN2_15B, 3), "7b": (QWEN2_7B, 5)}  # GiB
-
-
-def options(words: Sequence[str]) -> argparse.Namespace:
-    """The options of this benchmark alone."""
-    parser = argparse.ArgumentParser(prog="python -m profiling.bench peers", description=__doc__)
-    parser.add_argument("--vllm", default="", help="folder that holds the package vllm")
-    parser.add_argument("--logs", type=Path, default=LOGS, help="folder for what vLLM prints")
-    return parser.parse_args(words)
 
 
 def lacks() -> str:
@@ -257,7 +248,7 @@ def book(bench: Bench) -> None:
 
 
 def run(bench: Bench) -> None:
-    chosen = options(bench.options)
+    chosen = bench.own_options(OPTIONS)
     if lacking := lacks_vllm(chosen.vllm):
         raise SystemExit(f"peers: {lacking}")
     cases = [case_of(name, t, way) for name in FAMILIES for t, way, _ in ARMS]

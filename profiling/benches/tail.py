@@ -9,10 +9,8 @@ on the partition differ from those on the card is left out. `bench all` leaves t
 since the update in the tail is off by default.
 """
 
-import argparse
 import statistics
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,20 +28,13 @@ NEEDS_WARM_START = True
 IN_ALL = False
 CASES = "64x32768x98304,0x0x98304,64x16384x98304,0x0x65536,96x32768x98304"
 QUICK_CASES = "64x32768x98304,0x0x98304"
+OPTIONS = {"cases": "", "repeats": 4}  # steps of each case
 NO_LR = 1e-30  # a step of Adam with it rounds to nothing
 FIRST_STEPS = 2  # not counted: they compile, capture graphs and compare gradients
 
 
-def options(words: Sequence[str]) -> argparse.Namespace:
-    """The options of this benchmark alone."""
-    parser = argparse.ArgumentParser(prog="python -m profiling.bench tail", description=__doc__)
-    parser.add_argument("--cases", default="", help=f"such as {CASES}")
-    parser.add_argument("--repeats", type=int, default=4, help="steps of each case")
-    return parser.parse_args(words)
-
-
 def run(bench: Bench) -> None:
-    chosen = options(bench.options)
+    chosen = bench.own_options(OPTIONS)
     names = (chosen.cases or (QUICK_CASES if bench.quick else CASES)).split(",")
     cases = {name: tuple(map(int, name.split("x"))) for name in names}
     with tempfile.TemporaryDirectory() as root:

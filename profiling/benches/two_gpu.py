@@ -12,8 +12,6 @@ GPUs share, against one GPU (`profiling/rig/tensor_parallel.py`).
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +23,7 @@ from driver.config.load import load_config
 from driver.records.folder import read_jsonl
 from driver.records.phases import PHASES
 from profiling.benches.big import BIG, FEW_GRAPHS, SHORT
-from profiling.rig.bench import Bench, say
+from profiling.rig.bench import Bench, run_apart, say
 from profiling.rig.subjects import QWEN2_7B, save_random
 from profiling.rig.warm import make_warm_start
 from profiling.studies.grpo_runs import WARMED
@@ -59,24 +57,16 @@ SHARED_SHAPES = {"smollm2": 1_000_000, "qwen2_15b": 1, "qwen2_7b": 1}
 
 def train(words: list[str], ranks: int, steps: int, folder: Path) -> list[dict]:
     """Makes a run; returns its records."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "-m", "driver.train", *words]
-    command += [f"run.root={folder}", "run.name=run", f"run.steps={steps}", "run.eval_prompts=0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    own = [f"run.root={folder}", "run.name=run", f"run.steps={steps}", "run.eval_prompts=0"]
+    run_apart("driver.train", *words, *own, ranks=ranks, seconds=LIMIT_S)
     return read_jsonl(folder / "run" / "metrics.jsonl")
 
 
 def share(shape: str, tokens: int) -> dict[str, Any]:
     """The comparison of a shape on two ranks with one."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "profiling.rig.tensor_parallel", "device=cuda", f"shape={shape}"]
-    command += [f"tokens={tokens}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    words = ["device=cuda", f"shape={shape}", f"tokens={tokens}"]
+    line = run_apart("profiling.rig.tensor_parallel", *words, ranks=2, seconds=LIMIT_S)
+    return json.loads(line)
 
 
 def of_ranks(count: int) -> dict[str, str]:

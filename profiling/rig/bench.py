@@ -1,13 +1,13 @@
 """The result of a benchmark while it runs, and the processes that it starts."""
 
+import argparse
 import contextlib
-import json
 import math
 import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,14 @@ class Bench:
     def words(self) -> list[str]:
         """The configuration of a benchmark of the whole system: its preset under `settings`."""
         return ["preset=h100", *self.settings]
+
+    def own_options(self, defaults: Mapping[str, Any]) -> argparse.Namespace:
+        """The words of this benchmark alone, by the defaults of its `OPTIONS`; False: a flag."""
+        parser = argparse.ArgumentParser(prog=f"python -m profiling.bench {self.name}")
+        for name, default in defaults.items():
+            how = {"action": "store_true"} if default is False else {"type": type(default)}
+            parser.add_argument(f"--{name}", default=default, **how)
+        return parser.parse_args(self.options)
 
     def wanted(self, case: str) -> bool:
         return re.search(self.only, case) is not None
@@ -104,16 +112,19 @@ class Stopped(KeyboardInterrupt):
     """SIGTERM reached this process; unlike Ctrl-C it does not reach those that it started."""
 
 
-def run_apart(module: str, *words: str) -> dict[str, Any]:
-    """Runs a module in its own process; returns the JSON of its last line.
+def run_apart(module: str, *words: str, ranks: int = 0, seconds: float | None = None) -> str:
+    """Runs a module in its own process, or on ranks of torchrun; returns its last line.
 
-    Raises RuntimeError with the last line of its errors.
+    Raises RuntimeError with its last errors.
     """
     command = [sys.executable, "-m", module, *words]
-    done = subprocess.run(command, capture_output=True, text=True)
+    if ranks:
+        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command[1:1] = ["-m", *torchrun]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     if done.returncode:
-        raise RuntimeError((done.stderr.strip() or "failed").splitlines()[-1])
-    return json.loads(done.stdout.strip().splitlines()[-1])
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return (done.stdout.strip().splitlines() or [""])[-1]
 
 
 def run_within(command: list[str], seconds: float = math.inf) -> int | None:

@@ -1,13 +1,10 @@
 """The tables of results beside vLLM, TRL and transformers, from the results of three benchmarks."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from profiling.rig.results import RESULTS, load, newest_first
+from profiling.rig.results import RESULTS, Row, newest
 from profiling.rig.workload import trace_lengths
 
-Row = Mapping[str, Any]
 VERSIONS = "vLLM 0.24.0, TRL 1.16.0, transformers 5.17"
 COLUMNS = ("ours", "vLLM", "TRL + vLLM", "`generate`")
 # Case of `bench peers` -> its name.
@@ -24,16 +21,6 @@ CASES = {
 TRACE = "SmolLM2-135M, 128 requests with a long tail"
 TRAINERS = {"full": "ours", "trl_vllm": "TRL + vLLM", "trl": "`generate`"}
 SHORT = ", 512 tokens"  # end of the cases of runs that TRL makes too
-
-
-def newest(bench: str, results: Path) -> dict[str, Row]:
-    """Case -> its newest row in the whole and the quick result of a benchmark, with its `meta`."""
-    rows: dict[str, Row] = {}
-    for path in reversed(newest_first(results, bench)):
-        result = load(path)
-        meta = result["meta"] | {"bench": bench}
-        rows |= {row["case"]: {**row, "meta": meta} for row in result["rows"]}
-    return rows
 
 
 def found_rows(results: Path) -> list[tuple[str, dict[str, tuple[float, Row]]]]:

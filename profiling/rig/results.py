@@ -7,6 +7,7 @@
 import json
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 TARGETS_CARD = "h200"  # the card that the targets are for
+Row = Mapping[str, Any]
 CPU = "cpu"  # the table, and the folder of results, that need no card
 
 
@@ -77,6 +79,16 @@ def newest_first(results: Path, bench: str, file: str = "") -> list[Path]:
     runs = [folder for folder in runs if (folder / own).exists()]
     runs.sort(key=lambda folder: load(folder / own)["meta"]["date"], reverse=True)
     return [path for folder in runs if (path := folder / (file or own)).exists()]
+
+
+def newest(bench: str, results: Path) -> dict[str, Row]:
+    """Case -> its newest row in the whole and the quick result of a benchmark, with its `meta`."""
+    rows: dict[str, Row] = {}
+    for path in reversed(newest_first(results, bench)):
+        result = load(path)
+        meta = result["meta"] | {"bench": bench}
+        rows |= {row["case"]: {**row, "meta": meta} for row in result["rows"]}
+    return rows
 
 
 def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,5 @@ def test_cases_alternate(run):
 
 
 def test_cases_have_a_place_and_a_row_size():
-    assert tail.options([]).repeats > 0
     for names in (tail.CASES, tail.QUICK_CASES):
         assert all(len(list(map(int, name.split("x")))) == 3 for name in names.split(","))

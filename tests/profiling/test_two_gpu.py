@@ -31,7 +31,7 @@ def test_every_arm_runs_and_the_targets_follow(monkeypatch, tmp_path):
         code = run_ranks(PRELUDE + SECOND_IS_SLOW, command[where + 1 :], ranks, log)
         return subprocess.CompletedProcess(command, code, "", log.read_text())
 
-    monkeypatch.setattr(two_gpu.subprocess, "run", start)
+    monkeypatch.setattr(subprocess, "run", start)
     bench = Bench("two_gpu", 1.0, quick=True, settings=["preset=tiny", *WORDS])
     monkeypatch.setattr(two_gpu, "QUICK_STEPS", 2)
     monkeypatch.setattr(two_gpu, "SHARED_SHAPES", {})
@@ -79,7 +79,7 @@ def test_two_ranks_share_a_shape(monkeypatch, tmp_path):
         code = run_ranks(SMALL, command[where + 1 :], 2, log)
         return subprocess.CompletedProcess(command, code, log.read_text(), log.read_text())
 
-    monkeypatch.setattr(two_gpu.subprocess, "run", start)
+    monkeypatch.setattr(subprocess, "run", start)
     bench = Bench("two_gpu", 1.0, only="^tensor parallel, qwen2_7b")
     two_gpu.run(bench)
     assert not bench.failed, log.read_text()
