@@ -118,6 +118,12 @@ class Request:
                     f"request {self.id}: resume has ended with a stop token; only one that was"
                     " aborted or cut can go on"
                 )
+            tokens, logprobs = len(self.resume.token_ids), len(self.resume.logprobs)
+            if tokens != logprobs:
+                raise UserError(
+                    f"request {self.id}: resume has {tokens} tokens and {logprobs} log-probs; each"
+                    " token needs one"
+                )
         if length == 0:
             raise UserError(f"request {self.id}: the prompt is empty; it needs one token")
         if length >= max_len or total > max_len:

@@ -224,6 +224,9 @@ class SharedEngine:
             if request.prompt_ids not in checked:  # siblings share it
                 check_ids(f"request {request.id}", request.prompt_ids, spec.vocab_size)
                 checked.add(request.prompt_ids)
+            if request.resume is not None:
+                name = f"request {request.id}: resume"
+                check_ids(name, request.resume.token_ids, spec.vocab_size)
 
     def _check_open(self) -> None:
         if self._inbox.closed:

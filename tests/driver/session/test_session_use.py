@@ -16,7 +16,7 @@ import torch
 from driver.common.errors import UserError
 from driver.config.strategy import Strategy
 from driver.records.checkpoint import save_checkpoint
-from driver.rollout.request import Request, SamplingParams
+from driver.rollout.request import Request, Response, SamplingParams
 from driver.session import Session
 from driver.session.inbox import SessionClosed
 from driver.session.pretrained import SHARED_FREE_SHARE
@@ -195,6 +195,13 @@ def test_requests_that_can_never_run_are_refused_at_once(session):
         session.submit(replace(request, id=7, resume=response))
     with pytest.raises(UserError, match="resume has ended with a stop token"):
         session.submit(replace(stopped.request, resume=stopped))
+    for changes, match in [
+        ({"token_ids": [5, 97], "logprobs": [0.0] * 2}, "request 9: resume: token 97 is not in"),
+        ({"token_ids": [5, 6]}, "request 9: resume has 2 tokens and 0 log-probs"),
+    ]:
+        made = Response(replace(request, id=9), [], [], "abort")
+        with pytest.raises(UserError, match=match):
+            session.submit(replace(made.request, resume=replace(made, **changes)))
     with pytest.raises(UserError, match="the id must fit into 64 bits"):
         session.submit(replace(request, id=2**63))
     with pytest.raises(UserError, match="prompt_ids must be a tuple of ints, got a list"):
