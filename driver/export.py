@@ -39,8 +39,6 @@ UNSEEN = ("multiplication", "addition")  # the first that the drafter was not tr
 
 @dataclass(frozen=True)
 class Measurement:
-    """Accept length of the drafter on one task."""
-
     task: str
     accept_length: float
     tokens: int
@@ -48,8 +46,6 @@ class Measurement:
 
 
 class _Bench:
-    """The policy of the checkpoint in the engine, to measure its drafter and the exported one."""
-
     def __init__(
         self,
         options: ExportOptions,

@@ -68,7 +68,6 @@ class Generator:
         adopt_drafter(self.rollout.spot, state, _report)
 
     def request(self, sample: int) -> Request:
-        """A request for the prompt; each sample has its own noise."""
         key = request_id("eval", self.options.seed, "prompt", sample)
         return Request(key, 0, self.ids, self.params)
 

@@ -36,8 +36,6 @@ ROUND_FACTOR = 2  # requests of a round over the batch: slots are refilled durin
 
 
 class Identity:
-    """Model, engine and comparison of the command."""
-
     def __init__(self, options: IdentityOptions) -> None:
         self.options = options
         texts = [s for s in options.strategies if not s.startswith(ORACLE.name)]
@@ -98,8 +96,6 @@ class Identity:
         return sibling_requests(encoded, round_index, self.options.max_new_tokens, self.stop_ids)
 
     def run(self) -> None:
-        """Runs rounds until every arm has compared `tokens` tokens."""
-
         def note(line: str) -> None:
             sys.stderr.write(f"\r{line}")
 
@@ -130,7 +126,6 @@ class Identity:
         return all(arm.worst_share == 1 for arm in self.arms)
 
     def table(self) -> str:
-        """The results, a line for each arm that compared tokens."""
         header = (
             f"{'arm':<16}{'tokens':>8}{'equal':>9}{'lengths':>9}{'logp bits':>11}"
             f"{'accept':>8}{'passes':>8}{'tok/s':>8}"

@@ -38,12 +38,9 @@ NEUTRAL = {"repetition_penalty": 1.0, "min_p": 0.0}  # values that change nothin
 class Server:
     """Serves one replica: a Ray actor with one engine, whose methods verl calls.
 
-    Args:
-        config: verl's `RolloutConfig`. `engine_kwargs.tlt` may have `settings`, `drafter` and
-            `train_drafter`, as for `Session.from_pretrained`.
-        model_config: verl's `HFModelConfig`.
-        mode: whether the trainer shares the device.
-        visible_devices: of the replica's worker.
+    `config` and `model_config` are verl's `RolloutConfig` and `HFModelConfig`. `engine_kwargs.tlt`
+    may have `settings`, `drafter` and `train_drafter`, as for `Session.from_pretrained`. `mode`
+    says whether the trainer shares the device.
     """
 
     def __init__(
@@ -84,19 +81,11 @@ class Server:
         image_data: list[Any] | None = None,
         video_data: list[Any] | None = None,
     ) -> TokenOutput:
-        """The response to one prompt.
+        """The response to one prompt, which holds the tokens so far of a request that was aborted.
 
-        Args:
-            prompt_ids: its tokens; of a request that was aborted, with the tokens so far.
-            sampling_params: `temperature`, `top_p`, `top_k`, `max_tokens`, `ignore_eos` and
-                `logprobs`.
-            request_id: keys the noise, with the version of the weights: equal ids and prompts have
-                equal tokens. Unique among the requests that run.
-            image_data, video_data: None.
-
-        Raises:
-            UserError: a setting that the engine does not have, no room for a token, or a request
-                with this id runs.
+        The id keys the noise, with the version of the weights: equal ids and prompts have equal
+        tokens. Raises UserError for a setting that the engine does not have, if there is no room
+        for a token, or if a request with this id runs.
         """
         if image_data is not None or video_data is not None:
             raise UserError(f"rollout {NAME}: it generates text only, the prompt has images")
@@ -149,11 +138,9 @@ class Server:
     # ---- weights --------------------------------------------------------------------------------
 
     async def update_weights(self, handle: str, use_shm: bool, version: int | None) -> None:
-        """Receives the weights that `ServerAdapter.update_weights` sends from `handle`.
+        """Receives what `ServerAdapter.update_weights` sends, by CUDA IPC or host memory.
 
-        Args:
-            use_shm: they come through host memory, not CUDA IPC.
-            version: written into responses; None: unchanged.
+        The version is written into responses; None: unchanged.
         """
         await asyncio.to_thread(self._receive, handle, use_shm, version)
 
@@ -193,8 +180,7 @@ class Server:
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """Ends all requests with the tokens so far; later ones wait for `resume_generation`.
 
-        Args:
-            reject_request: they do not wait, and are answered with no token.
+        With `reject_request` they do not wait, and are answered with no token.
         """
         self._open.clear()
         self._rejects = reject_request
@@ -287,12 +273,8 @@ class ServerAdapter(BaseRollout):
     ) -> None:
         """Sends whole tensors to the server: by CUDA IPC, or through host memory elsewhere.
 
-        Args:
-            weights: yields (name, tensor).
-            global_steps: version of the weights.
-
-        Raises:
-            UserError: deltas (another `wire_format`) or unmerged LoRA weights (`peft_config`).
+        Raises UserError for deltas (another `wire_format`) or unmerged LoRA weights
+        (`peft_config`).
         """
         if wire_format != "named_tensors" or peft_config is not None:
             raise UserError(

@@ -26,7 +26,6 @@ def host_bytes() -> int:
 
 
 def peak_memory_gb() -> float:
-    """Peak resident memory of this process, in 10^9 bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
 

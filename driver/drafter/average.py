@@ -39,7 +39,6 @@ class WeightAverage:
             value.lerp_(self.trained[name], share)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of a drafter with the averaged weights."""
         return {**self.drafter.state_dict(), **self.values}
 
     def load(self, drafted: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:

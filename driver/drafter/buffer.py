@@ -85,8 +85,6 @@ def generated_run(count: int, tools: Iterable[tuple[int, int]]) -> Tensor | None
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of entries of one document."""
-
     document: Document
     start: int
     length: int

@@ -23,8 +23,6 @@ WAITS, TRAINS = "the wait for the last rank", "drafter training"  # phases
 
 
 class Coordinator:
-    """One rank's part in the training of each step."""
-
     def __init__(self, world: World, spot: SpotTrainer) -> None:
         assert world.store is not None
         self.world, self.store, self.spot = world, world.store, spot

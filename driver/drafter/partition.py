@@ -96,8 +96,6 @@ def partition_of(sms: int, device: torch.device) -> Partition:
 
 @dataclass(frozen=True)
 class Placement:
-    """How training steps run during the tail."""
-
     partition: Partition
     rows: int  # entries of a step
     duty: float = 1.0  # share of the time in which steps run

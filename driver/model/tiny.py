@@ -47,7 +47,6 @@ def build_policy(shape: ModelConfig, seed: int) -> LlamaForCausalLM:
 
 
 def spec(shape: ModelConfig) -> ModelSpec:
-    """The spec of the model that `build_policy` builds."""
     named = {"architectures": [LlamaForCausalLM.__name__], "dtype": shape.dtype}
     return ModelSpec.from_config({**_config(shape).to_dict(), **named})
 

@@ -47,7 +47,6 @@ def save_parts(folder: Path, parts: Parts, group: dist.ProcessGroup | None) -> N
 
 
 def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """Writes what this rank holds of some tensors."""
     files: dict[int, dict[str, Any]] = {}
     total = 0
     for name, tensor in tensors.items():

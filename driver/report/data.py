@@ -60,5 +60,4 @@ def read_run(path: Path) -> RunData:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value can be drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

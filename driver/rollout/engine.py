@@ -213,7 +213,6 @@ class RolloutEngine:
         return min(passes, self._horizon)
 
     def _fill(self, strategy: Strategy, switched: bool) -> Batch:
-        """The running requests in device arrays, ready for passes with the strategy."""
         running = self.scheduler.running
         if self.state.is_stale(running):
             self.state.fill(running)

@@ -114,7 +114,6 @@ class PassGraphs:
         self._captured: dict[Cell, torch.cuda.CUDAGraph] = {}
 
     def find(self, batch: int, strategy: Strategy) -> Cell | None:
-        """The captured graph for a batch, if there is one."""
         cell = self.plan.find(batch, strategy)
         return cell if cell in self._captured else None
 

@@ -21,8 +21,6 @@ class RolloutObserver:
 
 
 class Observers(RolloutObserver):
-    """Several observers, called in order."""
-
     def __init__(self, *parts: RolloutObserver) -> None:
         self.parts = parts
 

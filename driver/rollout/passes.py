@@ -51,7 +51,6 @@ class PassProgram:
         return tree.num_rows
 
     def on_device(self, strategy: Strategy) -> bool:
-        """Whether passes can be captured."""
         return strategy == OFF or self.proposers[strategy.kind].on_device
 
     def version(self, strategy: Strategy) -> int:

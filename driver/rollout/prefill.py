@@ -31,7 +31,6 @@ class Prefill:
                 tlt_ext.copy_pages(pages, source, destination)
 
     def run(self, jobs: list[Job]) -> None:
-        """Commits the KV and features of the jobs."""
         done = [0] * len(jobs)
         while pending := [j for j, job in enumerate(jobs) if done[j] < len(job.tokens)]:
             take, budget = {}, self.chunk

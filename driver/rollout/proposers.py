@@ -35,7 +35,6 @@ class Proposer(Protocol):
         return 0
 
     def usable(self) -> bool:
-        """Whether it can draft now."""
         return True
 
     def lookahead(self, strategy: Strategy) -> int:

@@ -206,7 +206,6 @@ class RunningRequest:
 
     @staticmethod
     def begin(request: Request) -> RunningRequest:
-        """The state of a new or resumed request."""
         state, done = RunningRequest(request, list(request.prompt_ids)), request.resume
         if done is not None:
             state.request = replace(request, resume=None)

@@ -44,7 +44,6 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether no request can run now."""
         return not self.running and not self.waiting
 
     @property

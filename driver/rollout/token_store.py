@@ -16,8 +16,6 @@ GROUP_SLOTS = 32  # rows of one prompt that a request's drafts read
 
 @dataclass
 class Group:
-    """Rows of one prompt."""
-
     prompt: tuple[int, ...]
     slots: list[int] = field(default_factory=list)  # newest last
     version: int = 0

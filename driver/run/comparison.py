@@ -123,7 +123,6 @@ def sibling_requests(
 
 
 def train_drafter(spot: SpotTrainer, steps: int) -> None:
-    """Trains the drafter on the recorded data, and passes it to the engine."""
     spot.start_step(0)
     for _ in range(steps):
         spot.micro_step()
@@ -192,7 +191,6 @@ class Comparison:
         self.rounds += 1
 
     def _prepare(self, arm: Arm) -> None:
-        """Makes the engine use the strategy of an arm, or a random one at every pass."""
         engine = self.rollout.engine
         fixed: Any = _Fixed(arm.strategy, self._menu, self._random)
         engine.bandit = fixed

@@ -20,7 +20,6 @@ ABORTS = 1  # of a request on average, at most; with more a large batch would st
 
 
 def with_turn_limits(requests: Sequence[Request]) -> list[Request]:
-    """The requests with limits of a turn, which differ."""
     limits = [TURN_LIMITS[i % len(TURN_LIMITS)] for i in range(len(requests))]
     return [
         replace(request, params=replace(request.params, max_turn_tokens=limit))

@@ -19,7 +19,6 @@ class RankTimes:
         self._seconds = [0.0] * self.world.size
 
     def add(self, seconds: Sequence[float]) -> None:
-        """Adds the time of each rank in a rollout, rewards included."""
         self._seconds = [a + b for a, b in zip(self._seconds, seconds, strict=True)]
 
     def metrics(self, peak_gb: float | None) -> dict[str, float]:

@@ -157,7 +157,6 @@ class _Start:
 
     @property
     def warms_up(self) -> bool:
-        """Whether the policy is warmed up within the run."""
         return self.saved is None and self.config.warmup.steps > 0 and not self.config.warmup.keep
 
     def warm_up(self, policy: PreTrainedModel, encode: PromptEncoder) -> None:

@@ -86,7 +86,6 @@ def start_fingerprints(config: Config) -> dict[str, str]:
 
 
 def describe(folder: Path) -> str:
-    """Folder and hashes of a warm start, in one line."""
     return ", ".join([str(folder), *map(" ".join, fingerprints(folder).items())])
 
 
@@ -165,7 +164,6 @@ class Warming:
     note: Note
 
     def run(self, phases: Phases) -> dict[str, Any]:
-        """Samples responses, trains the drafter, and measures its accept length."""
         with phases("rollout"):
             sampled = self.sample()
             self.prefill_demonstrations()

@@ -55,7 +55,6 @@ class Rollout:
         engine.bandit = Bandit([OFF, strategy], config, engine.config.spec_max_batch)
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Copies the weights of a new policy into the engine, in place."""
         target, dtype = self.target, self.target.dtype
         if isinstance(weights, Mapping):  # before the old ones are overwritten
             check_finite(weights, dtype, "weights")

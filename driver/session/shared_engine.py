@@ -214,7 +214,6 @@ class SharedEngine:
             )
 
     def _check(self, requests: Sequence[Request]) -> None:
-        """Raises UserError if a request can never run."""
         spec, cache = self.rollout.target.spec, self.engine.cache
         checked: set[tuple[int, ...]] = set()
         for request in requests:

@@ -16,11 +16,6 @@ class FewShotTask(Task):
 
     Operands have `difficulty` + 1 digits. `shots` solved lines, none of them a held-out problem,
     stand before the question.
-
-    Example:
-        >>> task = FewShotTask("addition", shots=0)
-        >>> task.reward(Prompt("0", "3 + 4 =", "7"), " 7\\n1 + 1 = 2")
-        1.0
     """
 
     stop: tuple[str, ...] = ("\n",)

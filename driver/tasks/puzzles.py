@@ -40,13 +40,6 @@ class PuzzlesTask(Task):
     The answer of a sum or a story is a number, that of a countdown any steps that use every number
     once and end at the target, `=> 3+2=5, 9+5=14`. Terms of sums have up to `difficulty` + 1
     digits.
-
-    Example:
-        >>> task = PuzzlesTask()
-        >>> task.reward(Prompt("0", "", "14 from 2 3 9"), "3+2=5;9,5:14!\\n=> 3+2=5, 9+5=14")
-        1.0
-        >>> task.reward(Prompt("0", "", "35"), "44-9=35\\n=> 35")
-        1.0
     """
 
     name = "puzzles"

@@ -18,11 +18,6 @@ class SumsTask(Task):
 
     The response to `578+3=` is `579+2=580+1=581`. The reward is 1 if the text after the last `=` is
     the answer, else 0; the steps before it are ignored. The start has `difficulty` + 2 digits.
-
-    Example:
-        >>> task = SumsTask()
-        >>> task.reward(Prompt("0", "578+3=", "581"), "580+1=581")
-        1.0
     """
 
     name = "sums"
