@@ -1,8 +1,7 @@
 // The arithmetic that all kernels of attention share; it is the reason why their results agree bit
 // for bit, however the work is distributed. A row at position p has
 //
-//   * tile keys, positions 0 .. tail_begin(p) - 1: folded in splits whose bounds are fixed
-//   positions
+//   * tile keys, positions 0 .. tail_begin(p) - 1: folded in splits that begin at fixed positions
 //     (`split_begin`), by an online softmax over tiles of kTile keys that restarts in each split;
 //   * tail keys, the last 17 to 32 positions up to p (all of them if p is below 32): gathered in
 //     position order, so that key j is always column j of the same MMA (tail.cuh).
