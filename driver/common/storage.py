@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 from safetensors import SafetensorError
 
@@ -64,18 +65,24 @@ def user_path(text: str) -> Path:
         raise UserError(f"{text}: unknown home directory; write the full path") from None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file atomically, or raises UserError; a crash leaves the old text or the new."""
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """A file that replaces `path` at the end, or leaves it after an error or a crash; UserError."""
     scratch = path.with_name(f".{path.name}.tmp")
     with storage_errors(path):
         try:
-            with scratch.open("w", encoding="utf-8") as file:
-                file.write(text)
+            with scratch.open("wb") as file:
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(scratch, path)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replaced(path) as file:
+        file.write(text.encode())
 
 
 def sync_path(path: Path) -> None:

@@ -1,6 +1,5 @@
 """Asynchronous checkpoints of the drafter."""
 
-import os
 import re
 import time
 import warnings
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from ..common.host_copies import HostCopies
-from ..common.storage import storage_errors, sync_path
+from ..common.storage import replaced, storage_errors, sync_path
 
 _FILE = re.compile(r"step-(\d+)\.pt")
 
@@ -43,20 +42,12 @@ class DraftCheckpoints:
         return True
 
     def _write(self, state: Any, step: int, wait: Callable[[], None]) -> None:
-        final = self.folder / f"step-{step:08d}.pt"
-        scratch = self.folder / f".new-{final.name}"
         wait()
-        with storage_errors(final):
+        with storage_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                with scratch.open("wb") as file:
-                    torch.save(state, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(scratch, final)
-                sync_path(self.folder)
-            finally:
-                scratch.unlink(missing_ok=True)
+            with replaced(self.folder / f"step-{step:08d}.pt") as file:
+                torch.save(state, file)
+            sync_path(self.folder)
             for _, old in self._whole()[: -self.keep]:
                 old.unlink()
 
@@ -80,7 +71,7 @@ class DraftCheckpoints:
 
     def latest(self) -> tuple[int, dict[str, Any]] | None:
         """Step and state of the newest readable checkpoint; warns of a damaged one."""
-        for scratch in self.folder.glob(".new-step-*"):
+        for scratch in self.folder.glob(".step-*"):
             scratch.unlink(missing_ok=True)
         for step, path in reversed(self._whole()):
             try:

@@ -14,7 +14,6 @@ import warnings
 import pytest
 import torch
 
-from driver.drafter import checkpoint as draft_checkpoint
 from driver.drafter.checkpoint import DraftCheckpoints
 from tests.driver.drafting import build_parts, finish
 from tests.kit import gpu, needs_gpu, same_bits
@@ -109,7 +108,7 @@ def test_a_full_disk_is_a_warning_and_leaves_no_file(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(draft_checkpoint.os, "fsync", full)
+        patch.setattr(os, "fsync", full)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert checkpoints.save(lambda: state(2.0), 2)
@@ -166,10 +165,10 @@ def test_a_process_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_pat
     assert process.stdout.readline() == "half\n"
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert (tmp_path / ".new-step-00000002.pt").exists()
+    assert (tmp_path / ".step-00000002.pt.tmp").exists()
     step, back = DraftCheckpoints(tmp_path).latest()
     assert step == 1 and torch.equal(back["w"], torch.ones(4))
-    assert not (tmp_path / ".new-step-00000002.pt").exists()
+    assert not (tmp_path / ".step-00000002.pt.tmp").exists()
 
 
 def test_a_trainer_resumes_from_its_newer_checkpoint(tmp_path):
@@ -219,7 +218,7 @@ def test_training_and_rollout_go_on_while_the_disk_is_full(tmp_path, monkeypatch
     trainer = parts.trainer(checkpoint_every=1, final_steps=1)
     trainer.checkpoints = DraftCheckpoints(tmp_path)
     trainer.buffer.add(parts.document(40, 1))
-    monkeypatch.setattr(draft_checkpoint.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(4):
