@@ -50,7 +50,6 @@ def meta(command: str, commit: str) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's model by Linux."""
     try:
         found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     except OSError:

@@ -41,7 +41,6 @@ class Case:
 
     @property
     def pages(self) -> int:
-        """Pages of a request."""
         return -(-(self.kv + self.rows) // PAGE_SIZE)
 
     @property
@@ -119,11 +118,7 @@ def ours(inputs: list[dict]) -> list[timing.Call]:
 def rivals(
     case: Case, inputs: list[dict], quick: bool, late: set[str]
 ) -> dict[str, list[Callable[[], object]]]:
-    """Calls of the peers that run here; those that compile run in a few cases only.
-
-    FlashInfer reads the arrays of our op. `late` has the peers that exceeded the limit, which are
-    left out from then on.
-    """
+    """Calls of the peers that run here; those `late` once are left out from then on."""
     shape, count = HEADS[case.heads], len(inputs)
     how = (shape, case.batch, case.kv, case.rows, case.tree, count)
     makers = {"sdpa": lambda: peers.sdpa(*how)}

@@ -177,7 +177,6 @@ def report(
     responses: Sequence[Response],
     row: dict[str, float],
 ) -> dict:
-    """Adds the row of a run's last step."""
     last, config = made.last_metrics, made.config
     predicted = run_shape(config, Path(config.model.path)).footprint(config)
     update_s, numbers = last["timing_s/update_actor"], predicted.always["policy"] // FLOAT_BYTES

@@ -114,10 +114,7 @@ def measure(
     synthetic: bool = False,
     temperature: float = 1.0,
 ) -> dict[str, Any]:
-    """Decodes with one strategy and measures the passes in which the whole batch runs.
-
-    `host_share` is that of the rollout since its first pass.
-    """
+    """Decodes with one strategy and measures the passes in which the whole batch runs."""
     tokens = next(count for most, count in TOKENS.items() if batch <= most)
     tokens = SYNTHETIC_TOKENS if synthetic else tokens
     requests = [
@@ -153,10 +150,7 @@ def grid(
     strategies: Sequence[str],
     accepts: dict[str, list[int]] | None = None,
 ) -> Cells:
-    """A row for every batch and strategy, `off` first.
-
-    A subject with random weights gets `accepts`, counts by strategy.
-    """
+    """A row for every batch and strategy, `off` first; `accepts` for random weights."""
     top = max(batches)
     listed = " ".join(["off", *strategies])
     rollout = subject.rollout(
@@ -234,7 +228,6 @@ def recorded_accepts() -> dict[str, list[int]]:
 
 
 def book_warmed(bench: Bench, got: Cells) -> None:
-    """The targets of the warmed policy."""
     off = got.get((1, "off"))
     if off:
         bench.got["smollm2_b1_us"] = round(off["pass_us"], 1)

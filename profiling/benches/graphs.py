@@ -1,19 +1,14 @@
 """Device memory of CUDA graphs on a 7B shape: one strategy, six for every batch, six as planned.
 
-`single` captures `off` and one strategy for every batch bucket to 256. `naive` does so for six
-strategies, without shared temporaries. `ours` is the engine's plan: speculation for small batches
-only, shared temporaries. Each case runs in its own process, because the driver keeps the memory of
-destroyed graphs. Graphs are not launched: a first launch adds no memory, and timing passes of 8,192
-rows would take too long.
+`single` captures `off` and one strategy for every batch bucket to 256, `naive` six strategies
+without shared temporaries. `ours` is the engine's plan: speculation for small batches only, shared
+temporaries. Each case has its own process, because the driver keeps the memory of destroyed graphs.
+Graphs are not launched: that adds no memory, and passes of 8,192 rows would take too long.
 
 `median_us` is the time of the captures, `setup_s` the time before. `graphs_mib` is the fall of free
-device memory during the captures, `settled_mib` its part while executables were made. `buffers_mib`
-are the target's static arrays, sized for the largest captured pass (prefill is not captured and
-uses smaller chunks here). The targets compare `mib`, the sum of graphs and buffers.
-
-`predicted_over_settled` compares the plan's prediction of the executables with `settled_mib`,
-`predicted_over_measured` the whole prediction with `mib`, which includes kernels that were loaded
-meanwhile. The prediction assumes shared temporaries, so `naive` has none.
+device memory during the captures, `settled_mib` its part while executables were made, `buffers_mib`
+the target's static arrays. The targets compare `mib`, graphs and buffers. Predictions are those of
+the plan, which assumes shared temporaries, so `naive` has none.
 """
 
 import json
@@ -71,7 +66,6 @@ class OwnMemory(Unrun):
 
 
 def words_of(case: str) -> list[str]:
-    """Engine settings of a case."""
     strategies = [SINGLE] if case == "single" else STRATEGIES
     batch = SPEC_BATCH if case == "ours" else MAX_BATCH
     return [

@@ -1,17 +1,15 @@
 """GRPO end to end: whole training runs with and without speculation, step by step.
 
-Each arm and seed is a run under `--runs` from one warm start. A run resumes where it was stopped,
-and the finished steps of all runs make the result. `off` decodes plainly, `ngram` drafts from
-texts, `static` uses one learned strategy, `frozen` does not train its drafter, `full` is the whole
-system, `trl` is TRL's GRPO trainer with generation of transformers on the same model and prompts,
-`trl_vllm` the same with vLLM in its process (`--vllm FOLDER` as for `peers`).
-`median_us` is the time of a step without evaluations and checkpoints; parts are means over steps.
-`--quick` runs `off` and `full` for four steps with one seed and without evaluations; with
-`--steps N` it makes whole runs of that length, which a later command can resume.
+Each arm and seed is a run under `--runs` from one warm start, which resumes where it was stopped;
+the finished steps make the result. `off` decodes plainly, `ngram` drafts from texts, `static` uses
+one learned strategy, `frozen` does not train its drafter, `full` is the whole system, `trl` is
+TRL's GRPO trainer with generation of transformers, `trl_vllm` with vLLM in its process (`--vllm
+FOLDER`). `median_us` is the time of a step without evaluations and checkpoints; parts are means
+over steps. `--quick` runs `off` and `full` for four steps with one seed and without evaluations.
 
 With another limit than the preset's (`--set sampling.max_new_tokens=512`) the steps of `trl` take
-seconds instead of minutes. Such runs have their own folder below `--runs` and their own cases
-("full seed 0, 512 tokens"), and decide `over_trl_hf_x` and `over_trl_vllm_x` only.
+seconds instead of minutes. Such runs have their own folder and their own cases ("full seed 0, 512
+tokens"), and decide `over_trl_hf_x` and `over_trl_vllm_x` only.
 """
 
 import math
@@ -95,7 +93,6 @@ def memory_of(run: ArmRun, folder: Path) -> dict[str, float]:
 
 
 def book_update(bench: Bench) -> None:
-    """The targets that `bench update` and `bench big` measure."""
     if row := newest("big", RESULTS).get("train 15b"):
         bench.got["checkpoint_blocked_s"] = row["blocked_s"]
     if row := newest("update", RESULTS).get("15b compiled"):
@@ -108,10 +105,7 @@ def merge(
     memory: Mapping[tuple[str, int], dict[str, float]],
     limit: int = 0,
 ) -> None:
-    """A row for each run with ratios to plain decoding of the same seed, and the targets.
-
-    `limit` is that of the tokens, where it is not the preset's; 0 = it is.
-    """
+    """A row for each run with ratios to plain decoding of its seed; the targets if no `limit`."""
     off = {run.seed: run for run in runs if run.arm == "off"}
     ratios = {}
     for run in runs:

@@ -60,10 +60,7 @@ QUICK = Size(TOKENS // 40, batch=128, requests=144, longest=256, train_steps=30)
 
 
 def comparison(subject: Subject, arms: list[Arm], size: Size, *, train: bool) -> Comparison:
-    """A comparison in an engine with room for every arm.
-
-    `train`: the drafter learns from the responses of `off` in the first round.
-    """
+    """A comparison in an engine with room for every arm; `train`: on the first round of `off`."""
     strategies = [arm.strategy for arm in arms if arm.strategy is not None]
     captured = [str(s) for s in strategies if s.drafting is not ORACLE]
     rows = size.batch * max((s.num_verify for s in strategies), default=1)
@@ -94,7 +91,6 @@ def comparison(subject: Subject, arms: list[Arm], size: Size, *, train: bool) ->
 
 
 def report(bench: Bench, subject: Subject, arms: list[Arm]) -> None:
-    """A row for each arm."""
     for arm in arms:
         case = f"{subject.name} {arm.name}"
         bench.add_row(
@@ -142,7 +138,6 @@ def run_subject(
     train: bool,
     seconds: float,
 ) -> None:
-    """Compares the wanted arms of one subject."""
     arms = [Arm(name, part) for name, part in parts.items()]
     done = comparison(subject, arms, size, train=train)  # `mixed` uses all arms
     done.arms = [arm for arm in arms if bench.wanted(f"{subject.name} {arm.name}")]

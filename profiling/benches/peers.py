@@ -2,19 +2,15 @@
 
 `smollm2`: plain decoding and speculation of the warmed policy by batch, the trace of `rollout`, and
 the rollout of a GRPO step, all with the drafter of the warm start; and the trace with our drafter
-adapted as in a run. `15b`, `7b`: random weights of these shapes. `export`: vLLM with our
-exported drafters, a Llama (the warmed policy), a Qwen3 and a Qwen2. `--only` picks parts, which two
-commands can measure on two cards at once; `--vllm` is the folder with the package (`pip install
---target`), which runs in processes of its own.
+adapted as in a run. `15b`, `7b`: random weights of these shapes. `export`: vLLM with our exported
+drafters of three families. `--only` picks parts; `--vllm` is the folder with the package (`pip
+install --target`), which runs in processes of its own.
 
 Tokens a second of a batch are of its tokens after the first: B (n - 1) / (T(n) - T(1)), each the
-least of three wall times of `generate`, token ids in and out, end tokens ignored, T = 1. Both have
-their CUDA graphs. Drafts of random models are not accepted, so their rows with speculation are
-synthetic: vLLM accepts at the rates of the warmed policy (its `synthetic_acceptance_rates`), and
-our time of a pass is multiplied by the same accept length.
-
-In the rows of a comparison `over_vllm` is ours over vLLM's best setting. Rows of single settings
-hold what the comparison is made of, and how each vLLM engine was started.
+least of three wall times of `generate`, token ids in and out, end tokens ignored, T = 1. Drafts of
+random models are not accepted, so their rows with speculation are synthetic: vLLM accepts at the
+rates of the warmed policy, and our time of a pass is multiplied by the same accept length. In the
+rows of a comparison `over_vllm` is ours over vLLM's best setting.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -72,7 +68,6 @@ def plain_rows(
     engine: str,
     batches: Sequence[int],
 ) -> None:
-    """Plain decoding by batch."""
     if engine not in made.engines:
         return
     for size in batches:

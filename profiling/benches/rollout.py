@@ -6,14 +6,12 @@ the bandit in rollouts after its first, epsilon-greedy (`bandit`) and UCB. `host
 of the time, since the first pass, in which no pass ran.
 
 The tail lies past the natural end of responses, where the drafter of the warm start has seen no
-text. In a run the spot trainer has trained on the rollouts before. So each arm also comes marked
-`adapted`: the spot trainer has recorded one rollout of the same lengths with *other prompts* and
-other noise, and trained on it for `ADAPT_S` seconds. Nothing trains while an adapted arm is timed.
-The targets compare adapted arms with each other and with `off`, which has no drafter.
+text. So each arm also comes marked `adapted`, as in a run: the spot trainer has recorded one
+rollout of the same lengths with *other prompts* and other noise, and trained on it for `ADAPT_S`
+seconds. Nothing trains while an arm is timed. The targets compare adapted arms and `off`.
 
-transformers is timed over `HF_STEPS` tokens and extrapolated. `generate` holds the batch until its
-longest request ends, so its time is that many steps at the price of the first ones, which are the
-cheapest. Continuous batching emits all tokens of the trace at its measured rate.
+transformers is timed over `HF_STEPS` tokens and extrapolated: `generate` holds the batch until its
+longest request ends, continuous batching emits all tokens of the trace at its measured rate.
 
 `--quick` makes one round and leaves out what no target needs.
 """
@@ -67,8 +65,6 @@ def engine_words(lengths: list[int]) -> list[str]:
 
 
 class Arms:
-    """The rounds of all arms."""
-
     def __init__(self, bench: Bench, subject: Subject, lengths: list[int]) -> None:
         self.bench, self.subject, self.lengths = bench, subject, lengths
         self.times: dict[str, list[float]] = {}
@@ -123,7 +119,6 @@ class Arms:
 
 
 def replay_arms(arms: Arms) -> None:
-    """All rounds of the arms of our engine."""
     bench, subject, lengths = arms.bench, arms.subject, arms.lengths
     rollout = subject.rollout(*engine_words(lengths), longest=max(lengths) + 512)
     every = ["off", *STATIC, *LEARNING]
@@ -172,7 +167,6 @@ def other_requests(subject: Subject, lengths: list[int]) -> list[Request]:
 
 
 def book(bench: Bench, arms: Arms) -> None:
-    """The targets."""
     off, bandit = arms.seconds("off"), arms.seconds(f"bandit{ADAPTED}")
     best_static = min(off, *(arms.seconds(s + ADAPTED) for s in STATIC))
     stats = arms.stats[f"bandit{ADAPTED}"]
@@ -212,10 +206,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 def hf_seconds(
     policy: PreTrainedModel, prompts: list[tuple[int, ...]], lengths: list[int], how: str
 ) -> float:
-    """Seconds of the trace, extrapolated from `HF_STEPS` tokens of each request.
-
-    `how` is cache and batching: "dynamic", "static" (compiled) or "continuous".
-    """
+    """Seconds of the trace, from `HF_STEPS` tokens of each request: dynamic, static, continuous."""
     settings = GenerationConfig(
         do_sample=True,
         temperature=1.0,

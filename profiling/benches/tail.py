@@ -48,7 +48,6 @@ def run(bench: Bench) -> None:
 
 
 def measure(bench: Bench, run: Run, cases: dict[str, tuple[int, ...]], repeats: int) -> None:
-    """Makes the steps and adds a row for each case."""
     tails = {sms: tail_of(run, sms) for sms, _, _ in cases.values()}
     config, found = replace(run.trainer.cfg, lr=NO_LR), {name: list[Any]() for name in cases}
     for _ in range(FIRST_STEPS):

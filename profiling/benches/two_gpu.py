@@ -56,7 +56,6 @@ SHARED_SHAPES = {"smollm2": 1_000_000, "qwen2_15b": 1, "qwen2_7b": 1}
 
 
 def train(words: list[str], ranks: int, steps: int, folder: Path) -> list[dict]:
-    """Makes a run; returns its records."""
     own = [f"run.root={folder}", "run.name=run", f"run.steps={steps}", "run.eval_prompts=0"]
     run_apart("driver.train", *words, *own, ranks=ranks, seconds=LIMIT_S)
     return read_jsonl(folder / "run" / "metrics.jsonl")
@@ -129,7 +128,6 @@ def steps_of(
 
 
 def book_shared(bench: Bench, shape: str, found: dict[str, Any]) -> None:
-    """Rows and targets of a shape that two ranks share."""
     one_gb, shared_gb = found["weights_gb"]
     for batch, (one, shared, *exchange) in found["us"].items():
         more = dict(zip(("exchange_us", "gathered_exchange_us"), exchange, strict=False))

@@ -42,8 +42,6 @@ class Recorder(TrainerCallback):
         self.lengths: list[list[int]] = []
 
     def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call` as a phase of the step."""
-
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             begin = now()
             out = call(*args, **kwargs)
@@ -69,7 +67,6 @@ class Recorder(TrainerCallback):
         self.say(f"step {count}: ended after {seconds:.1f} s, update {rest:.1f} s")
 
     def lines(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Of `metrics.jsonl` and of `rollouts.jsonl`."""
         metrics, rollouts = [], []
         columns = self.seconds, *self.phase_s.values(), self.rewards, self.lengths
         steps = enumerate(zip(*columns, strict=False), 1)  # a stopped step is left out
@@ -83,7 +80,6 @@ class Recorder(TrainerCallback):
         return metrics, rollouts
 
     def write(self) -> None:
-        """Writes the steps so far."""
         for name, lines in zip(("metrics", "rollouts"), self.lines(), strict=True):
             text = "".join(json.dumps(line) + "\n" for line in lines)
             write_text(self.folder / f"{name}.jsonl", text)

@@ -56,10 +56,7 @@ def environment(folder: str) -> dict[str, str]:
 
 
 class Vllm:
-    """A vLLM engine in a process of its own, with settings of `vllm.LLM`.
-
-    `log` is the file for what vLLM prints; `variables` go over those of `environment`.
-    """
+    """A vLLM engine in a process of its own, with settings of `vllm.LLM`, which prints to `log`."""
 
     def __init__(
         self, name: str, folder: str, log: Path, variables: dict[str, str], **settings: Any
@@ -116,7 +113,6 @@ class Vllm:
         return self._answer()
 
     def close(self) -> None:
-        """Ends the process and those that it started."""
         assert self.process.stdin is not None
         self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
@@ -137,10 +133,7 @@ class Vllm:
 
 
 class Server:
-    """The engine in its process, with settings of `vllm.LLM`.
-
-    `draft_load_format` among the speculative ones is that of the drafter's weights.
-    """
+    """The engine in its process, with settings of `vllm.LLM`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         begin = time.perf_counter()
@@ -186,7 +179,6 @@ class Server:
         self.llm.llm_engine.logger_manager = self.logger if on else None
 
     def counters(self) -> dict[str, Any]:
-        """Drafts and accepted tokens since the start."""
         return {
             metric.name.removeprefix(COUNTERS): metric.value
             for metric in self.llm.get_metrics()

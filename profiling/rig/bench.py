@@ -113,10 +113,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def run_apart(module: str, *words: str, ranks: int = 0, seconds: float | None = None) -> str:
-    """Runs a module in its own process, or on ranks of torchrun; returns its last line.
-
-    Raises RuntimeError with its last errors.
-    """
+    """The last line of a module in its own process, or on ranks; RuntimeError with its errors."""
     command = [sys.executable, "-m", module, *words]
     if ranks:
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

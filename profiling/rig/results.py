@@ -70,10 +70,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def newest_first(results: Path, bench: str, file: str = "") -> list[Path]:
-    """A benchmark's files on the card of the targets, of a whole and a quick run, newest first.
-
-    With `file` those of this name beside the results.
-    """
+    """A benchmark's results on the card of the targets, newest first, or a file beside each."""
     own = f"{bench}.json"
     runs = [results / TARGETS_CARD / part for part in ("", "quick")]
     runs = [folder for folder in runs if (folder / own).exists()]
@@ -109,8 +106,6 @@ def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Figure:
-    """The figure of a target in one result, with the `meta` of that result."""
-
     value: float
     meta: dict[str, Any]
 
@@ -130,7 +125,6 @@ class Target:
 
     @property
     def state(self) -> str:
-        """met, unmet or missing."""
         if self.figure is None:
             return "missing"
         return "met" if is_met(self.wanted, self.figure.value) else "unmet"

@@ -55,7 +55,6 @@ SMOLLM2 = LlamaConfig(
 def qwen2(
     hidden: int, intermediate: int, layers: int, heads: int, kv: int, **more: Any
 ) -> Qwen2Config:
-    """The shape of a model of Qwen2.5."""
     return Qwen2Config(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -129,7 +128,6 @@ def fix_bandit(rollout: Rollout, **settings: Any) -> Bandit:
 
 
 def spot_of(rollout: Rollout) -> SpotTrainer:
-    """The spot trainer of a rollout that has one."""
     assert rollout.spot is not None
     return rollout.spot
 
@@ -137,11 +135,7 @@ def spot_of(rollout: Rollout) -> SpotTrainer:
 def of_checkpoint(
     name: str, words: list[str], *, warmed: bool, note: Note, longest: bool = True
 ) -> Subject:
-    """The model of some settings, as it is or with its warm start.
-
-    With `longest` it takes the prompts with the longest worked responses among four times as many,
-    else the first ones.
-    """
+    """The model of some settings, or its warm start; `longest`: prompts with long answers."""
     config = load_config(words)
     folder: Path | None
     if warmed:

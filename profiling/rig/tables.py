@@ -124,7 +124,6 @@ def headlines_table(targets: Sequence[Target]) -> list[str]:
 
 
 def ops_table(targets: Sequence[Target]) -> list[str]:
-    """The ops with their measured cases."""
     by_name = {target.name: target for target in targets}
     out = ["| op | source | case | measured | target |", "|---|---|---|---|---|"]
     shown = []
@@ -140,7 +139,6 @@ def ops_table(targets: Sequence[Target]) -> list[str]:
 
 
 def targets_table(targets: Sequence[Target]) -> list[str]:
-    """Every target and what was measured."""
     states = [target.state for target in targets]
     out = [
         f"{len(targets)} targets: {states.count('met')} met, {states.count('unmet')} not met,"

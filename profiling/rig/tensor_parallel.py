@@ -91,10 +91,7 @@ def exchanges_us(rollout: Rollout, batch: int) -> list[float]:
 def measure(
     subject: Subject, parallel: TensorParallel, tokens: int, graphs: str = "auto"
 ) -> dict[str, Any]:
-    """Compares the engine of this rank alone with that of its group; a collective call.
-
-    The weights of the subject are freed. `tokens` is the least number to compare.
-    """
+    """Compares this rank alone with its group, on `tokens` or more; a collective call."""
     world = parallel.world
     note = say if world.rank == 0 else ignore
     words = [*WORDS, f"run.device={world.device}"]

@@ -67,7 +67,6 @@ def sleep() -> None:
 
 
 def elapsed_us(call: Call, before: Call = sleep) -> float:
-    """Device time of a call between two events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before()
     start.record()
@@ -80,11 +79,7 @@ def elapsed_us(call: Call, before: Call = sleep) -> float:
 def alternate(
     arms: Mapping[str, Call], *, rounds: int, warm_ups: int = 1, before: Call = sleep
 ) -> dict[str, list[float]]:
-    """Microseconds of each round of all arms, in an order that alternates.
-
-    `warm_ups` rounds before warm the clocks and the graphs; `before` runs before each start of the
-    clock.
-    """
+    """Microseconds of each round of all arms, in an order that alternates."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for index in range(rounds + warm_ups):
         for name in list(arms)[:: 1 if index % 2 == 0 else -1]:

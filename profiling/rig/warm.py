@@ -30,11 +30,7 @@ def find_warm_start(words: Sequence[str]) -> Path | None:
 
 
 def make_warm_start(words: Sequence[str], seconds: float = LIMIT_S) -> Path:
-    """Makes the warm start where there is none, in a process that frees its card memory.
-
-    Returns the folder of policy and drafter. Raises TimeoutError after so many seconds, SystemExit
-    if it failed.
-    """
+    """Makes the warm start in a process, if there is none, and returns its folder."""
     start = warm_words(words)
     if find_warm_start(start) is None:
         code = run_within([sys.executable, "-m", "driver.warm", *start], seconds)

@@ -47,8 +47,6 @@ class Batch:
 
 @dataclass(frozen=True)
 class Made:
-    """What an engine made of a batch."""
-
     seconds: float
     lengths: list[int]
     accept_length: float = 1.0
@@ -104,19 +102,13 @@ def theirs(engine: Vllm, *, counted: bool = False, tokens: bool = False) -> Arm:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one arm at one batch."""
-
     tokens_per_s: float
     accept_length: float
     spread: float
 
 
 def speeds(arms: Mapping[str, Arm], counted: Mapping[str, Arm], batch: Batch) -> dict[str, Speed]:
-    """Tokens a second after the first token, of a batch with equal limits.
-
-    Every other round of `arms` is in reverse. `counted` run once before, for accept lengths and
-    warm caches.
-    """
+    """Tokens a second after the first token; `counted` run once before, for accept lengths."""
     accepted = {name: arm(batch).accept_length for name, arm in counted.items()}
     whole, first = defaultdict(list), defaultdict(list)
     for index in range(ROUNDS):

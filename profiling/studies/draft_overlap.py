@@ -16,10 +16,7 @@ ROUNDS = 3  # rollouts with training and without
 
 
 def overlap(bench: Bench, subject: Subject, tail: int, name: str) -> None:
-    """Measures each partition of the card, then rollouts with training and without.
-
-    `tail` is the number of tokens of the longest request.
-    """
+    """Measures each partition of the card, then rollouts with training and without."""
     rollout = subject.rollout(
         "engine.strategies=off learned:2,1,3",  # the second one makes a drafter to train
         "engine.spec_max_batch=1",

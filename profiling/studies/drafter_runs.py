@@ -89,5 +89,4 @@ def _last_mean(records: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _last_gen_s(times: Sequence[StepTimes]) -> float:
-    """Seconds of generation in the last steps."""
     return sum(step.phases["gen"] for step in times[-LAST_STEPS:])

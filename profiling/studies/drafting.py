@@ -21,8 +21,6 @@ NEVER = 10**9  # passes between two steps of the spot trainer: the study calls t
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a study."""
-
     prompts: int = 1280
     held_out: int = 32  # one prompt in so many is drafted for and not trained on
     rounds: int = 4  # responses to each prompt that is trained on
@@ -108,10 +106,7 @@ class Study:
         return new
 
     def train(self, spot: SpotTrainer, steps: int) -> float:
-        """Trains until the steps or the time are used up, and swaps the drafter into the engine.
-
-        Returns the seconds of a step, without the first few.
-        """
+        """Trains until steps or time are used up, and swaps the drafter in; seconds of a step."""
         warm, made = min(5, steps // 2), 0
         began = begin = time.perf_counter()
         for step in range(steps):

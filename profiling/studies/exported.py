@@ -46,7 +46,6 @@ def case_of(name: str, temperature: float, way: str) -> str:
 
 
 def exported(bench: Bench, made: Engines) -> None:
-    """Rows `export ...` of all families."""
     subjects: dict[str, Subject] = {}
     for name in FAMILIES:
         drafts = [way for t, way, _ in ARMS if bench.wanted(case_of(name, t, way))]

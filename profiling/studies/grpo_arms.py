@@ -42,8 +42,6 @@ def arm_words(config: Config) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class ArmRun:
-    """The records of a run."""
-
     arm: str
     seed: int
     records: list[dict[str, Any]]
@@ -76,7 +74,6 @@ class ArmRun:
         return sum(part(times) for times in self.times)
 
     def parts(self) -> dict[str, float]:
-        """Phase -> seconds of all steps."""
         times = self.times
         return {name: sum(t.phases[name] for t in times) for name in PHASES}
 

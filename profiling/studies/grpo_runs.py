@@ -32,11 +32,7 @@ def make_runs(
     seconds: float = math.inf,
     vllm: str = "",
 ) -> None:
-    """Makes all runs, as far as the time allows; finished ones are kept, stopped ones resume.
-
-    `words` are the settings of all runs, `known` those of each arm. `seconds` are for all runs
-    together; `vllm` is the folder of the package, for TRL's arm with it.
-    """
+    """Makes all runs, as far as the time allows; finished ones are kept, stopped ones resume."""
     deadline = time.monotonic() + seconds
     try:
         warmed = make_warm_start(words, seconds)
@@ -69,10 +65,7 @@ def make_runs(
 
 
 def trl_command(words: Sequence[str], vllm: str | None = None) -> list[str] | None:
-    """The command of an arm of TRL; None, and a line with the reason, where it cannot run.
-
-    `vllm` is the folder of the package that generates; None = transformers does.
-    """
+    """The command of an arm of TRL, with vLLM's folder; None where it cannot run."""
     missing = [name for name in TRL_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         say(f"trl: not run, {', '.join(missing)} missing: pip install {' '.join(TRL_NEEDS)}")

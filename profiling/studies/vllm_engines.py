@@ -24,10 +24,7 @@ GRAPH_BATCHES += [*range(80, 129, 16), *range(160, 257, 32)]
 
 
 class Engines:
-    """vLLM engines that are started side by side; each is stopped while another engine runs.
-
-    `folder` holds the package; `logs` gets what they print, `scratch` caches, models and drafters.
-    """
+    """vLLM engines that are started side by side; each is stopped while another engine runs."""
 
     def __init__(self, bench: Bench, folder: str, logs: Path, scratch: Path) -> None:
         self.bench, self.folder, self.logs, self.scratch = bench, folder, logs, scratch
@@ -74,10 +71,7 @@ class Engines:
         self.engines[name] = Vllm(name, self.folder, log, variables, **settings)
 
     def _cache(self, label: str) -> Path:
-        """A folder for what an engine compiles; engines that run side by side must not share one.
-
-        They share the records of kinds of models, for each of which vLLM else imports itself again.
-        """
+        """A folder for what an engine compiles, but for the records of models, which they share."""
         folder, records = self.scratch / f"cache-{label}", self.logs.resolve() / "modelinfos"
         folder.mkdir()
         records.mkdir(exist_ok=True)
@@ -99,7 +93,6 @@ class Engines:
             raise RuntimeError(f"no vLLM engine was started; see {self.logs}")
 
     def close(self, kept: Collection[str] = ()) -> None:
-        """Closes the engines, except those to keep."""
         for name in self.engines.keys() - set(kept):
             self.engines.pop(name).close()
 
