@@ -54,6 +54,10 @@ struct type_caster<tlt::Tensor> {
                             " bits); expected float16, bfloat16, float32, float64, int32, int64,"
                             " uint8 or bool");
     }
+    if (array.data == nullptr && value.numel() > 0) {
+      throw std::invalid_argument(
+          "an array has no memory (a fake tensor of torch, or one whose storage was freed)");
+    }
     if (reinterpret_cast<uintptr_t>(value.data) % tlt::bytes_of(value.dtype) != 0) {
       throw std::invalid_argument(std::string("an array of ") + tlt::name_of(value.dtype) +
                                   " is not aligned to its elements; pass a copy");

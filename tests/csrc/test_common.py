@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tlt_ext
 from tests import kit
@@ -84,6 +85,24 @@ def test_an_argument_that_is_no_array_gives_one_line(x, error, match):
     with pytest.raises(error, match=match) as caught:
         tlt_ext.silu_mul(x, np.zeros((1, 1), np.float32))
     assert "\n" not in str(caught.value)
+
+
+def freed():
+    x = torch.ones(2, 4)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.ones(2, 4)
+
+
+@pytest.mark.parametrize("make", [freed, fake])
+def test_an_array_without_memory_gives_one_line(make):
+    """As parameters have that FSDP shards, and all tensors under torch.export."""
+    with pytest.raises(ValueError, match="an array has no memory"):
+        tlt_ext.rms_norm(make(), torch.ones(4), torch.zeros(2, 4))
 
 
 @pytest.mark.parametrize(
