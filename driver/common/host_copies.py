@@ -26,11 +26,7 @@ class HostCopies:
         self._each(state, self._room, {})
 
     def take(self, state: Any) -> tuple[Any, Callable[[], None]]:
-        """A copy of a state, valid until the next call, and a function that waits for it.
-
-        A state is tensors, numbers, strings, None, and lists and dicts of these; tensors of a GPU
-        are copied on the current stream.
-        """
+        """A copy of a state, valid until the next call, and a function that waits for it."""
 
         def copied(path: Place, value: Tensor) -> Tensor:
             return self._room(path, value).copy_(value.detach(), non_blocking=True)

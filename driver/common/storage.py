@@ -67,7 +67,7 @@ def user_path(text: str) -> Path:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
-    """A file that replaces `path` at the end, or leaves it after an error or a crash; UserError."""
+    """A file that replaces `path` at the end; an error or a crash leaves the old one."""
     scratch = path.with_name(f".{path.name}.tmp")
     with storage_errors(path):
         try:

@@ -110,11 +110,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str, *others: Kind) -> Strategy:
-        """Reads "off" or "kind:depth,top_k,num_verify", the text that `str()` gives.
-
-        `others` are kinds that are allowed besides those of a configuration. Raises UserError for
-        malformed text or a value outside the limits.
-        """
+        """Reads "off" or "kind:depth,top_k,num_verify"; `others` are more kinds that may be."""
         text = text.strip()
         if text == PLAIN.name:
             return cls(text)

@@ -71,10 +71,7 @@ def choose_overlap(
 
 
 class Partition:
-    """A CUDA green context: multiprocessors (the driver may round up), and a stream on them only.
-
-    Raises RuntimeError if torch or the driver does not support green contexts.
-    """
+    """A CUDA green context: multiprocessors and a stream on them; RuntimeError without support."""
 
     def __init__(self, sms: int, device: torch.device) -> None:
         from torch.cuda import green_contexts  # needs a recent torch

@@ -29,7 +29,7 @@ class Measured:
 
     @property
     def expected(self) -> float:
-        """Growth of the accept length by these steps, as in 80 steps of docs/notes/drafter.md."""
+        """Expected growth of the accept length, logarithmic in steps (docs/notes/drafter.md)."""
         if not self.steps:
             return math.inf
         before = max(2, self.trained - self.steps)

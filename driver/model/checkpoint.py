@@ -29,10 +29,7 @@ FLOATS = ("F64", "F32", "BF16", "F16")  # dtypes in a safetensors header
 
 
 def check_checkpoint(folder: Path) -> ModelSpec:
-    """The spec of a folder, checked by its headers: all tensors, whole files, a known family.
-
-    Raises UserError if something is missing, truncated, malformed or unsupported.
-    """
+    """The spec of a folder whose headers show whole files of a known family; else UserError."""
     spec = ModelSpec.from_folder(folder)
     shapes = {}
     for name, (path, (dtype, shape)) in _entries(folder).items():

@@ -42,10 +42,7 @@ class CheckpointWriter:
         self._written = self._thread.submit(work)
 
     def save(self, write: Callable[[Any], object], state: Any) -> None:
-        """Starts `write(state)`, in the thread with a copy; raises the last write's UserError too.
-
-        A state is tensors, numbers, strings, None, and lists and dicts of these.
-        """
+        """Starts `write(state)`, in the thread with a copy; raises the last write's error."""
         self.collect()
         if not self._can_copy(state):
             write(state)

@@ -18,7 +18,7 @@ from ..records.phases import PHASES, StepTimes
 from .data import Record, RunData, is_number
 
 Records = Sequence[Mapping[str, Any]]
-Passes = Sequence[tuple[float, int, str]]
+Passes = Sequence[tuple[float, int, str]]  # seconds, active, strategy; the last one is the end
 
 RUN_COLORS = ("#2f6fdb", "#d9661f", "#1f9d7a", "#8f5bd6")
 MAX_PASSES = 600  # of a rollout
@@ -142,11 +142,7 @@ def plot_lengths(lengths: Sequence[float], limit: int | None = None) -> Figure:
 
 
 def plot_active(passes: Passes, colors: Mapping[str, str]) -> Figure:
-    """Active requests over the time of one rollout, coloured by strategy: the long tail.
-
-    `passes` are (seconds since the start, active requests, strategy), the last one the end;
-    `colors` are in the order of the legend.
-    """
+    """Active requests over the time of one rollout, coloured by strategy: the long tail."""
     figure, axes = new_figure("Active requests in one rollout", "time (s)", "active requests")
     times, active, names = zip(*passes, strict=True)
     seconds = dict.fromkeys(names[:-1], 0.0)

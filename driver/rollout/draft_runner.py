@@ -166,7 +166,7 @@ class DraftRunner:
         store: TokenStore,
         keep_logits: list[Tensor] | None = None,
     ) -> NodeStore:
-        """Drafts all levels, unselected; `keep_logits` takes them, [B * frontier, draft_vocab]."""
+        """Drafts all levels and selects none; `keep_logits`: [B * frontier, draft_vocab] each."""
         hidden, key = self._catch_up(batch, strategy), (len(batch), strategy)
         if key not in self._drafts:
             self._drafts[key] = Levels(*key, self.k.device)

@@ -34,10 +34,7 @@ def nothing() -> bool:
 def wait_for(
     ring: tlt_ext.PassRing, device: torch.device, parallel: TensorParallel
 ) -> tlt_ext.StopReason:
-    """Waits until the armed passes stop; returns the reason.
-
-    Raises RuntimeError if the device failed, UserError if a pass waits too long for another rank.
-    """
+    """Waits until the armed passes stop; UserError if one waits too long for another rank."""
     begun = time.monotonic()
     while not (reason := ring.wait(POLL_S)):
         if device.type == "cuda":

@@ -13,10 +13,7 @@ class RolloutObserver:
         """Called with each finished request before its pages and features are freed."""
 
     def on_wait(self) -> bool:
-        """Does a piece of host work while the device runs; returns False if there is none.
-
-        Called again until it returns False or the device is done.
-        """
+        """Does a piece of host work while the device runs; False if there is none left."""
         return False
 
 

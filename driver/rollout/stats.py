@@ -63,7 +63,7 @@ class RolloutStats:
                 setattr(self, item.name, getattr(self, item.name) + getattr(later, item.name))
 
     def add_burst(self, burst: Burst, begin_s: float, trace: bool = True) -> None:
-        """Adds a burst that began so long after the rollout; its course only with `trace`."""
+        """Adds a burst that began `begin_s` after the rollout; `trace` adds its course."""
         emitted, active, request_passes = burst.total, burst.active, burst.request_passes
         self.target_passes += burst.passes
         self.bursts += 1

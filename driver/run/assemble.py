@@ -40,11 +40,7 @@ def prompt_lengths(task: Task, encode: PromptEncoder) -> Iterator[tuple[int, str
 
 
 def check_prompts(task: Task, encode: PromptEncoder, max_new_tokens: int, max_position: int) -> int:
-    """Tokens of the longest prompt, before a warm-up has taken its minutes.
-
-    Raises UserError, with the place of the longest prompt, if one has no tokens or if a prompt and
-    a response of full length exceed the context.
-    """
+    """Tokens of the longest prompt; UserError if one is empty or may exceed the context."""
     found = list(prompt_lengths(task, encode))
     length, place = max(found)
     too_long = sum(each + max_new_tokens > max_position for each, _ in found)
@@ -91,10 +87,7 @@ def check_ranks(config: Config, ranks: int) -> None:
 
 
 def stop_ids(spec: ModelSpec, task: Task, encode: PromptEncoder) -> tuple[int, ...]:
-    """Ids that end a response: the end tokens, and stop texts of the task that are one token.
-
-    With a chat template a response ends with an end token, so stop texts are not used.
-    """
+    """End tokens and, without a chat template, stop texts of the task that are one token."""
     ends = end_ids(spec, encode.tokenizer)
     if encode.uses_template:
         return ends

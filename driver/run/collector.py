@@ -218,7 +218,7 @@ class Collector(RolloutObserver):
     def roll_out(
         self, prompts: Mapping[int, Prompt], requests: Sequence[Request]
     ) -> list[Response]:
-        """The responses that this rank finished, by request, then those to requests of others."""
+        """This rank's responses in the order of its requests, then those to others' requests."""
         self._ended.clear()
         self._submitted, self._places = set(), []
         if not requests:
@@ -297,7 +297,7 @@ class Collector(RolloutObserver):
     def rewards(
         self, prompts: Sequence[Prompt], responses: Sequence[Response], places: Sequence[int] = ()
     ) -> list[float]:
-        """One reward for each response, in order; some of those at `places` are submitted."""
+        """One reward for each response, in order; those at `places` may be submitted already."""
         submitted = self._submitted if places else ()
         at = places or range(len(responses))
         for place, prompt, response in zip(at, prompts, responses, strict=True):
@@ -307,11 +307,7 @@ class Collector(RolloutObserver):
         return self.workers.collect(len(responses))
 
     def evaluate(self, count: int) -> float:
-        """Mean reward of one response to each of the first prompts of the eval split.
-
-        Sampled as in training, with the same noise each time, so two evaluations differ only by the
-        policy. There are `count` prompts, or as many as the split has.
-        """
+        """Mean reward of the first prompts of the eval split, with the same noise each time."""
         self.world.enter("eval")
         count = min(count, self.task.size("eval") or count)
         mine = range(self.group, count, self.groups)

@@ -108,10 +108,7 @@ def sibling_requests(
     stop_ids: tuple[int, ...],
     spread: float = 0.0,
 ) -> list[Request]:
-    """Two requests for each (id, token ids); sampling parameters cycle through the requests.
-
-    Limits are `1 - spread` to 1 times the largest, so that requests end at different passes.
-    """
+    """Two requests for each (id, token ids), of all kinds of sampling, with limits that spread."""
     out, count = [], 2 * len(prompts)
     for i in range(count):
         name, ids = prompts[i // 2]

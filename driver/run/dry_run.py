@@ -60,11 +60,7 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
 
 
 def check_run(config: Config, folder: Path | None, ranks: int = 1) -> tuple[Config, RunShape]:
-    """The settings of a run, with those decided that are `auto`, and its shape.
-
-    Raises UserError if the run exceeds the context of its model, its engine, or the memory or the
-    kernels of its card, or the memory of the host.
-    """
+    """The settings of a run with `auto` decided, and its shape; UserError unless it fits."""
     spec = policy_spec(config, folder)
     check_kernels(config, spec)
     shape = RunShape(spec, longest_prompt(config, folder, spec), ranks)
@@ -80,10 +76,7 @@ def check_run(config: Config, folder: Path | None, ranks: int = 1) -> tuple[Conf
 def run_shape(
     config: Config, folder: Path | None, ranks: int = 1, prompt_tokens: int = 0
 ) -> RunShape:
-    """The inputs of the memory estimate besides the configuration.
-
-    `prompt_tokens` are of the longest prompt; 0 = by the tokenizer, else `PROMPT_TOKENS`.
-    """
+    """The inputs of the memory estimate; `prompt_tokens=0`: by the tokenizer, if there is one."""
     spec = policy_spec(config, folder)
     check_kernels(config, spec)  # no shorter prompt makes such a model run
     if not prompt_tokens:

@@ -106,7 +106,7 @@ class TailUpdate:
             self._groups[response.request.group].append((place, response))
 
     def advance(self, least: int, rewards: Mapping[int, float]) -> None:
-        """Adds up the final groups between bursts; unfinished responses have `least` tokens."""
+        """Adds up the groups that are final; unfinished responses have `least` tokens or more."""
         if self._open:
             final = self._final(least, rewards)
             if len(final) * self.samples > len(self._work[0]):

@@ -274,10 +274,7 @@ class Warming:
 
 
 def _on_request(config: Config) -> Config:
-    """The run's configuration, with a spot trainer that keeps all data and trains only on request.
-
-    Its learning rate decays, so its last weights need no average.
-    """
+    """Settings with which the spot trainer keeps all data and trains only on request."""
     engine, responses = config.engine, 2 * config.warmup.responses
     if not engine.needs_drafter:  # runs of other strategies find this warm start too
         engine = replace(engine, strategies=[*engine.strategies, "learned:4,1,5"])
@@ -285,7 +282,7 @@ def _on_request(config: Config) -> Config:
         config.spot,
         mode="serial",
         every=NEVER,
-        average=0,
+        average=0,  # the rate decays, so the last weights need none
         tokens_per_step=config.warmup.drafter_tokens,
         buffer_tokens=responses * 2 * config.sampling.max_new_tokens,
     )

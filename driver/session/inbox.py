@@ -124,7 +124,7 @@ class Inbox(RequestSource):
     def abort(
         self, chosen: Callable[[Ticket], bool], remove: Callable[[RunningRequest], None]
     ) -> list[tuple[Ticket, Response]]:
-        """Removes requests while no thread uses the engine; their tickets and responses."""
+        """Removes requests while no thread uses the engine; returns tickets and responses."""
         aborted = []
         for state, ticket in list(self.tickets.items()):
             if chosen(ticket):

@@ -86,11 +86,7 @@ def use_device(device: str) -> None:
 
 
 def end_ids(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """End tokens of the model: those of its configuration, and that of its tokenizer.
-
-    A warm-up trains with the tokenizer's end token, so both must end a response. Warns if they
-    differ or if there is none.
-    """
+    """End tokens of the model's configuration and of its tokenizer, which a warm-up trains."""
     own, ends = tokenizer.eos_token_id, spec.eos_ids
     if own is None and not ends:
         warnings.warn(

@@ -206,7 +206,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 def hf_seconds(
     policy: PreTrainedModel, prompts: list[tuple[int, ...]], lengths: list[int], how: str
 ) -> float:
-    """Seconds of the trace, from `HF_STEPS` tokens of each request: dynamic, static, continuous."""
+    """Seconds of the trace, from `HF_STEPS` tokens; `how`: dynamic, static or continuous."""
     settings = GenerationConfig(
         do_sample=True,
         temperature=1.0,
