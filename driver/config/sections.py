@@ -373,7 +373,7 @@ class GrpoConfig(Section, prefix="grpo."):
     offload: str = setting(
         "none",
         "kept in host memory: Adam's moments, or all of float32 weights, gradients and moments,"
-        " which AdamW then updates on the host",
+        " which visit the card",
         words=("none", "moments", "all"),
     )
     max_grad_norm: float = setting(1.0, "the gradient is clipped to this norm", above=0)

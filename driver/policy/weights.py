@@ -35,8 +35,8 @@ class PolicyWeights:
         model: in the dtype of its forward and backward passes, the same on all ranks. It is trained
             in place; parameters in half precision become float32.
         world: ranks that share the parameters, their gradients and the optimizer's state.
-        offload: what is kept in host memory. "moments": Adam's, which visit the device in each
-            step. "all": parameters, gradients and moments; the optimizer runs on the host.
+        offload: what is kept in host memory: "moments", Adam's, or "all", parameters and gradients
+            too. The optimizer runs on the device.
         device: of the passes; None = the model's. A model that is sharded may be in host memory
             before: it moves a layer at a time.
 
@@ -68,9 +68,9 @@ class PolicyWeights:
         self.named = dict(model.named_parameters())
         self.params = list(self.named.values())
         self._sums: dict[nn.Parameter, Tensor] = {}  # of FSDP2's gradients on the host
-        self._on_host: HostMoments | None = None
+        self._moments: HostMoments | None = None
         if offload != "none":
-            self._on_host = HostMoments(self.params, self.device, offload == "all")
+            self._moments = HostMoments(self.params, self.device, offload == "all")
 
     def _shard(self, model: Any) -> None:
         # Slow to import.
@@ -172,18 +172,15 @@ class PolicyWeights:
             The gradient's norm before clipping, float [].
         """
         with self.together():
-            norm: Any  # []
-            if self._host is not None:
-                norm = self._host.clip(max_norm)
-            else:
-                norm = nn.utils.clip_grad_norm_(self.params, max_norm)
+            clip = functools.partial(nn.utils.clip_grad_norm_, self.params)
+            norm: Any = (clip if self._host is None else self._host.clip)(max_norm)  # []
             if self.sharded:
                 norm = norm.full_tensor()
             if torch.isfinite(norm):
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-                if self._on_host is not None:
-                    self._on_host.step(optimizer)
+                if self._moments is not None:
+                    self._moments.step(optimizer)
                 else:
                     optimizer.step()
             else:
@@ -193,8 +190,8 @@ class PolicyWeights:
 
     def start_moments(self, optimizer: torch.optim.Optimizer, updates: int) -> None:
         """Gives the optimizer the state of some updates, with moments of 0 to load others into."""
-        if self._on_host is not None and updates:
-            return self._on_host.start(optimizer, updates)
+        if self._moments is not None and updates:
+            return self._moments.start(optimizer, updates)
         for param in self.params if updates else ():
             state = {"step": torch.tensor(float(updates), device=param.device)}
             optimizer.state[param] = state | {key: torch.zeros_like(param) for key in MOMENTS}
