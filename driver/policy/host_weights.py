@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,8 +47,8 @@ class HostWeights:
         layers: Any = model.base_model.layers
         layer = sum(param.numel() for param in layers[0].parameters())
         self._ring = torch.empty(-(-layer // block) + 1, block, device=device)
+        self._places = itertools.cycle(self._ring)
         self._used: deque[Any] = deque(maxlen=len(self._ring))
-        self._next = 0
         self._landed = torch.empty(RING, block, pin_memory=pinned)
         self._arrive, self._leave = self._backend.Stream(), self._backend.Stream()
         self._adder = ThreadPoolExecutor(1, "gradients")
@@ -58,7 +59,7 @@ class HostWeights:
         compute = self._backend.current_stream()
         pairs = zip(targets, weights, strict=True)
         for target, weight in (piece for pair in pairs for piece in self._pieces(*pair)):
-            place = self._ring[self._next, : len(weight)]
+            place = next(self._places)[: len(weight)]
             with self._backend.stream(self._arrive):
                 if len(self._used) == len(self._ring):
                     self._arrive.wait_event(self._used[0])
@@ -66,7 +67,6 @@ class HostWeights:
             compute.wait_stream(self._arrive)
             target.copy_(place)
             self._used.append(compute.record_event())
-            self._next = (self._next + 1) % len(self._ring)
 
     def add(self, weights: Sequence[Tensor], shares: Sequence[Tensor]) -> None:
         """Adds gradients on the device to `grad` of the weights, by the time that `wait` ends."""
@@ -102,17 +102,16 @@ class HostWeights:
     ) -> None:
         self._leave.wait_event(ready)
         pending: deque[Any] = deque()
-        index = 0
+        places = itertools.cycle(self._landed)
         for (total, first), share in zip(sums, shares, strict=True):
             for sum_piece, piece in self._pieces(total, share):
                 if len(pending) == RING:
                     self._land(*pending.popleft())
-                place = self._landed[index % RING, : len(piece)]
+                place = next(places)[: len(piece)]
                 with self._backend.stream(self._leave):
                     # The host adds float32 faster, and the bus has room in this direction.
                     place.copy_(piece.float(), non_blocking=True)
                     pending.append((sum_piece, place, first, self._leave.record_event()))
-                index += 1
         while pending:
             self._land(*pending.popleft())
 

@@ -117,6 +117,8 @@ class RunShape:
             sharded=ranks > 1,
             from_host=on_card and offload == "all" and ranks == 1,
         )
+        if row.from_host:
+            always["ring of weights"] = FLOAT_BYTES * (layer_numbers(spec) + BLOCK_NUMBERS)
         phases = update_bytes(spec, row)
         kept = {} if on_card and offload == "all" else gradients
         if longest * _responses(config) > tokens * config.grpo.minibatches:
@@ -213,8 +215,7 @@ def transit_bytes(spec: ModelSpec, row: Row) -> dict[str, int]:
     if not row.sharded:
         found = {"copies of embedding and head": size * head} if row.copies else {}
         if row.from_host:
-            each = FLOAT_BYTES + LAYERS_AHEAD * size
-            found["weights and gradients in transit"] = layer_numbers(spec) * each
+            found["gradients that leave"] = size * LAYERS_AHEAD * layer_numbers(spec)
         return found
     outer = head * (1 if spec.tie_word_embeddings else 2)
     # Two layers are gathered; the gradients of one are there, and are reduced in float32.
