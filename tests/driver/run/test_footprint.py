@@ -244,9 +244,11 @@ def test_a_storage_counts_once():
 
 @kit.gpu
 @kit.needs_gpu
-@pytest.mark.parametrize("freed", ["false", "true"])
+@pytest.mark.parametrize(
+    ("freed", "offload"), [("false", "none"), ("true", "none"), ("true", "all")]
+)
 @pytest.mark.parametrize("shape", [SMOLLM2, QWEN2_HALF_B], ids=["smollm2", "qwen2-0.5b"])
-def test_peak_of_a_card_is_within_a_tenth(shape, freed, tmp_path, monkeypatch):
+def test_peak_of_a_card_is_within_a_tenth(shape, freed, offload, tmp_path, monkeypatch):
     """Random weights never end a response, so every row of the update is full.
 
     They earn nothing, and equal rewards would leave the update out.
@@ -262,7 +264,7 @@ def test_peak_of_a_card_is_within_a_tenth(shape, freed, tmp_path, monkeypatch):
     model(config(**sizes)).bfloat16().save_pretrained(folder)
     tiny.build_tokenizer().save_pretrained(folder)
     words = [f"model.path={folder}", f"run.root={tmp_path}", f"engine.free_in_update={freed}"]
-    run = load_config([*CARD_WORDS, *words])
+    run = load_config([*CARD_WORDS, *words, f"grpo.offload={offload}"])
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
