@@ -110,7 +110,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str, *others: Kind) -> Strategy:
-        """Reads "off" or "kind:depth,top_k,num_verify"; `others` are more kinds that may be."""
+        """Reads "off" or "kind:depth,top_k,num_verify"; `others` are further kinds allowed."""
         text = text.strip()
         if text == PLAIN.name:
             return cls(text)

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -428,7 +427,7 @@ def a_full_disk(patch, root):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    patch.setattr(draft_checkpoint, "os", SimpleNamespace(fsync=full))  # of the drafter's alone
+    patch.setattr(draft_checkpoint, "sync_path", full)  # of the drafter alone
     return ["spot.checkpoint_every=1"]
 
 
