@@ -84,14 +84,9 @@ class HostWeights:
             self._adding.popleft().result()
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clips the gradients and returns their norm before, float [].
-
-        The device computes it: on the host one core would add up each tensor in float32, which for
-        a large one is off by a thousandth.
-        """
+        """Clips the gradients and returns their norm before, float []."""
         params = [param for param in self._sums if param.grad is not None]
-        grads = (self._sums[param].to(self.device, non_blocking=True) for param in params)
-        norms = [torch._foreach_norm([grad])[0] for grad in grads]
+        norms = device_norms([self._sums[param] for param in params], self.device)
         norm = torch.linalg.vector_norm(torch.stack(norms))
         nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return norm
@@ -124,3 +119,13 @@ class HostWeights:
         block = self._ring.shape[1]
         flat = [tensor.detach().reshape(-1).split(block) for tensor in tensors]
         return zip(*flat, strict=True)
+
+
+def device_norms(
+    tensors: Sequence[Tensor], device: torch.device, order: float = 2.0
+) -> list[Tensor]:
+    """Norms of tensors in host memory, each [], which the device computes.
+
+    On the host one core adds up a tensor in float32, which for a large one is off by a thousandth.
+    """
+    return [torch._foreach_norm([x.to(device, non_blocking=True)], order)[0] for x in tensors]

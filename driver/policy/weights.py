@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..common.world import World
 from .host_moments import MOMENTS, HostMoments, local
-from .host_weights import HostWeights
+from .host_weights import HostWeights, device_norms
 from .logprobs import LossGradient
 from .micro_batch import MicroBatch
 from .packed_forward import packed_layer, packed_logprobs
@@ -198,7 +198,11 @@ class PolicyWeights:
 
     def is_finite(self) -> bool:
         """Whether all parameters of all ranks are finite; a collective call."""
-        largest = torch._foreach_norm([local(param) for param in self.params], math.inf)
+        params = [local(param) for param in self.params]
+        if self.offload == "all":
+            largest = device_norms(params, self.device, math.inf)
+        else:
+            largest = torch._foreach_norm(params, math.inf)
         finite = torch.stack(largest).isfinite().all()  # the largest of NaN and others is NaN
         return all(self.world.gather(bool(finite)))
 
