@@ -200,10 +200,10 @@ class PolicyWeights:
         """Whether all parameters of all ranks are finite; a collective call."""
         params = [local(param) for param in self.params]
         if self.offload == "all":
-            largest = device_norms(params, self.device, math.inf)
+            largest = torch.stack(device_norms(params, self.device, math.inf))
         else:
-            largest = torch._foreach_norm(params, math.inf)
-        finite = torch.stack(largest).isfinite().all()  # the largest of NaN and others is NaN
+            largest = torch.stack(torch._foreach_norm(params, math.inf))
+        finite = largest.isfinite().all()  # the largest of NaN and others is NaN
         return all(self.world.gather(bool(finite)))
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
