@@ -111,10 +111,7 @@ def report(bench: Bench, subject: Subject, arms: list[Arm]) -> None:
 
 
 def book(bench: Bench) -> None:
-    """The targets, from these rows and those of the earlier result.
-
-    An arm with too few tokens counts only if it refutes its target.
-    """
+    """The targets; an arm with too few tokens counts only if it refutes its target."""
     cases = {row["case"]: row for row in (*bench.known, *bench.rows)}
     enough = {case for case in TARGETS if case in cases and cases[case]["tokens"] >= TOKENS}
     for case, target in TARGETS.items():

@@ -14,12 +14,7 @@ OTHER_USE = ("task.", "sampling.max_new_tokens=")
 
 
 def warm_words(words: Sequence[str]) -> list[str]:
-    """The settings of the warm start: without other prompts or lengths to benchmark with.
-
-    Example:
-        >>> warm_words(["preset=h100", "task.path=gsm8k"])
-        ['preset=h100']
-    """
+    """The settings of the warm start: without other prompts or lengths to benchmark with."""
     return [word for word in words if not word.startswith(OTHER_USE)]
 
 

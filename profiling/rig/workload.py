@@ -29,13 +29,6 @@ def trace_lengths(
 
 
 def accept_length(counts: Sequence[int]) -> float:
-    """Mean tokens that a request emits in a speculative pass, the target's own token included.
-
-    `counts[n - 1]` passes emitted n tokens; without passes the mean is 1.0.
-
-    Example:
-        >>> accept_length([1, 0, 1])
-        2.0
-    """
+    """Mean tokens of a request in a pass, its own included; `counts[n - 1]` passes emitted n."""
     total = sum(counts)
     return sum(n * count for n, count in enumerate(counts, 1)) / total if total else 1.0

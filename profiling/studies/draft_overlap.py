@@ -71,10 +71,7 @@ def overlap(bench: Bench, subject: Subject, tail: int, name: str) -> None:
 def rollout_slowdown(
     bench: Bench, rollout: Rollout, requests: Sequence[Request], name: str
 ) -> float:
-    """Time of rollouts that record features and train beside their tails over that of others.
-
-    The tail begins when at most `spot.tail_batch` requests are active.
-    """
+    """Time of rollouts that record features and train in their tails over that of others."""
     engine, spot = rollout.engine, spot_of(rollout)
     whole: dict[bool, list[float]] = {False: [], True: []}
     tails: dict[bool, list[float]] = {False: [], True: []}

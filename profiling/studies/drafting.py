@@ -83,10 +83,7 @@ class Study:
         return [r for i, r in enumerate(requests) if (i % every == 0) == held_out]
 
     def collect(self) -> float:
-        """Samples the responses to train on, in one batch; returns the seconds.
-
-        Only these plain passes use graphs: settings of drafts change from row to row.
-        """
+        """Samples the responses to train on in one batch, with graphs; returns the seconds."""
         begin, engine = time.perf_counter(), self.rollout.engine
         runner = spot_of(self.rollout).runner
         version, runner.version = runner.version, 0  # no graph of a drafter

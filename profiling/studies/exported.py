@@ -142,12 +142,7 @@ def export_batch(subject: Subject, temperature: float) -> Batch:
 
 
 def equal_share(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
-    """Share of the tokens before the first difference of each response.
-
-    Example:
-        >>> equal_share([[1, 2], [3, 4]], [[1, 2], [3, 5]])
-        0.75
-    """
+    """Share of the tokens before the first difference of each response."""
     equal = total = 0
     for one, other in zip(some, others, strict=True):
         longest = max(len(one), len(other))

@@ -21,12 +21,7 @@ TRAINERS = {TRL: "over_trl_hf_x", TRL_VLLM: "over_trl_vllm_x"}  # of others -> t
 
 
 def arm_words(config: Config) -> dict[str, list[str]]:
-    """Arm -> its settings over those of the full system, which has this configuration.
-
-    Example:
-        >>> arm_words(load_config(["preset=h100"]))["static"]
-        ['engine.strategies=off learned:4,1,5', ...]
-    """
+    """Arm -> its settings over those of the full system, which has this configuration."""
     arms = parse_strategies(config.engine.strategies)
     learned = [str(arm) for arm in arms if arm.drafting is LEARNED]
     static = learned[len(learned) // 2] if learned else str(arms[-1])
