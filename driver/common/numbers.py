@@ -1,13 +1,14 @@
 """Numbers from code of the user, such as reward functions."""
 
-import math
 import reprlib
 from numbers import Real
 from typing import Any
 
+LARGEST = 1e30  # of a reward: sums and advantages fit into float32
+
 
 def finite(value: Any) -> float | None:
-    """The value as a float, or None if it is not a finite real number.
+    """The value as a float, or None if it is not a real number of at most `LARGEST` in size.
 
     Example:
         >>> finite(True), finite("1"), finite(10**400)
@@ -19,7 +20,7 @@ def finite(value: Any) -> float | None:
         number = float(value)
     except (OverflowError, ValueError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None
 
 
 def shown(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..common.errors import UserError
+from ..common.numbers import shown
 
 
 class PromptEncoder:
@@ -48,6 +49,11 @@ class PromptEncoder:
         prefix = () if self.uses_template else self._prefix
         if self.uses_template:
             texts = [self.render(self.message(text)) for text in texts]
+        for text in texts:
+            try:
+                text.encode()  # the tokenizer's own error does not name the text
+            except UnicodeEncodeError as error:
+                raise UserError(f"prompt {shown(text)}: {error}; remove the character") from None
         rows = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return [(*prefix, *row) for row in rows]
 

@@ -27,7 +27,7 @@ Group = TypeVar("Group")
 def check_rewards(rewards: Iterable[float] | None, expected: int) -> list[float]:
     """The return values of the task's reward function as `expected` finite floats.
 
-    Raises ValueError for no list, another length, or an entry that is not a finite number.
+    Raises ValueError for no list, another length, or an entry that is no number up to 1e30 in size.
 
     Example:
         >>> check_rewards([1, 0.5], 2)
@@ -47,7 +47,9 @@ def check_rewards(rewards: Iterable[float] | None, expected: int) -> list[float]
     for index, value in enumerate(values):
         number = finite(value)
         if number is None:
-            raise ValueError(f"rewards[{index}]: expected a finite number, got {shown(value)}")
+            raise ValueError(
+                f"rewards[{index}]: expected a number from -1e30 to 1e30, got {shown(value)}"
+            )
         checked.append(number)
     return checked
 

@@ -104,7 +104,7 @@ class RewardWorkers:
         index, prompt, *_ = job
         number = finite(value)
         if not error and number is None:
-            error = f"expected a finite number, got {shown(value)}"
+            error = f"expected a number from -1e30 to 1e30, got {shown(value)}"
         if error:
             message = f"reward of response {index} to prompt {prompt.id}: {error}"
             if self.config.on_error == "stop":
@@ -181,5 +181,5 @@ def _reward(task: Task, prompt: Prompt, text: str, finished: bool) -> tuple[Any,
     """The reward, and the error of its computation."""
     try:
         return task.reward(prompt, text, finished), ""
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return None, f"{type(error).__name__}: {error}"

@@ -85,6 +85,11 @@ def test_the_chat_template_is_used_where_it_applies(chat, setting, is_message, u
     assert ("task.chat_template=true would use" in encode.describe()) == (bool(chat) and not used)
 
 
+def test_a_prompt_that_is_no_unicode_text_is_one_line():
+    with pytest.raises(UserError, match=r"prompt '3.ud800': 'utf-8' codec can't .*; remove the ch"):
+        PromptEncoder(make_tokenizer()).batch(["3", "3\ud800"])
+
+
 def test_a_template_that_is_missing_or_fails_is_one_line():
     with pytest.raises(UserError, match="task.chat_template=true: the tokenizer has no chat"):
         PromptEncoder(make_tokenizer(), "true")

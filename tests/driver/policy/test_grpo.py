@@ -163,12 +163,16 @@ def test_advantage_errors_name_the_argument():
         ("ab", "expected a list of 2 numbers.*got 'ab'"),
         ([1.0], "expected 2 numbers.*got 1"),
         ([1.0, 2.0, 3.0], "expected 2 numbers.*got 3"),
-        ([1.0, None], r"rewards\[1\]: expected a finite number, got None"),
-        ([math.nan, 1.0], r"rewards\[0\]: expected a finite number, got nan"),
-        ([1.0, math.inf], r"rewards\[1\]: expected a finite number, got inf"),
-        ([1.0, "1"], r"rewards\[1\]: expected a finite number, got '1'"),
-        ([10**400, 1.0], r"rewards\[0\]: expected a finite number, got 1000"),
-        ([1.0, 10**5000], r"rewards\[1\]: expected a finite number, got a value of type int"),
+        ([1.0, None], r"rewards\[1\]: expected a number from -1e30 to .*, got None"),
+        ([math.nan, 1.0], r"rewards\[0\]: expected a number from -1e30 to .*, got nan"),
+        ([1.0, math.inf], r"rewards\[1\]: expected a number from -1e30 to .*, got inf"),
+        ([1.0, "1"], r"rewards\[1\]: expected a number from -1e30 to .*, got '1'"),
+        ([-1e31, 1.0], r"rewards\[0\]: expected a number from -1e30 to .*, got -1e\+31"),
+        ([10**400, 1.0], r"rewards\[0\]: expected a number from -1e30 to .*, got 1000"),
+        (
+            [1.0, 10**5000],
+            r"rewards\[1\]: expected a number from -1e30 to .*, got a value of type int",
+        ),
     ],
 )
 def test_bad_rewards_are_refused_fault_51(rewards, message):

@@ -297,7 +297,8 @@ def test_rewards_that_are_not_numbers_stop_the_step_fault_51(start, monkeypatch,
     run = start()
     monkeypatch.undo()  # the real rewards
     monkeypatch.setattr(run.task, "reward", lambda *of: value)
-    wanted = f"response [0-3] to prompt sums/train/0: expected a finite number, {message}"
+    reason = f"expected a number from -1e30 to 1e30, {message}"
+    wanted = f"response [0-3] to prompt sums/train/0: {reason}"
     with pytest.raises(UserError, match=wanted):
         run.gather()
 
@@ -309,7 +310,7 @@ def test_rewards_that_are_not_numbers_count_as_configured_fault_51(start, monkey
     bad = run.task.prompt("train", 1)
     monkeypatch.setattr(run.task, "reward", lambda p, *of: value if p == bad else 0.5)
     with pytest.warns(
-        UserWarning, match=f"prompt {bad.id}: expected a finite number.*counted as 0"
+        UserWarning, match=f"prompt {bad.id}: expected a number from -1e30 to.*counted as 0"
     ):
         step = run.gather()
     assert step.rewards == [0.5] * 4 + [0.0] * 4 + [0.5] * 4

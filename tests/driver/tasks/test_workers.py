@@ -31,6 +31,10 @@ class Moody:
             time.sleep(600)
         if response == "die":
             os._exit(3)
+        if response == "exit":
+            raise SystemExit(3)
+        if response == "large":
+            return 1e308  # a mean of such rewards is infinite
         if response == "huge":
             return 10**400  # an integer that is no float: math.isfinite raises OverflowError
         if response == "long":
@@ -96,9 +100,11 @@ def test_a_second_batch_does_not_see_the_first():
         (2, "raise", "ValueError: no such unit"),
         (2, "die", "its worker died with exit code 3"),
         (2, "hang", "no answer in reward.timeout_s=4"),
-        (0, "huge", r"expected a finite number, got 1000\S+"),
-        (2, "huge", r"expected a finite number, got 1000\S+"),
-        (0, "long", "expected a finite number, got a value of type int"),
+        (0, "exit", "SystemExit: 3"),
+        (0, "large", "expected a number from -1e30 to .*, got 1e.308"),
+        (0, "huge", r"expected a number from -1e30 to .*, got 1000\S+"),
+        (2, "huge", r"expected a number from -1e30 to .*, got 1000\S+"),
+        (0, "long", "expected a number from -1e30 to .*, got a value of type int"),
     ],
 )
 def test_a_failure_names_its_sample(workers, text, reason):
