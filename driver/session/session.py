@@ -29,16 +29,9 @@ class Session(SharedEngine):
     """Generates responses with the rollout engine, for any program.
 
     Use it as a context manager. Its methods may be called from any thread; but those that wait,
-    which are all but `submit`, not from a callback of a future or of an observer.
-
-    Args:
-        rollout: the engine and its parts.
-        encode: turns text into ids; None: prompts must be ids.
-        params: sampling parameters of prompts without their own.
-
-    Attributes:
-        params: see above; its `stop_ids` are the end tokens of the model.
-        rollout, engine, spot: the parts.
+    which are all but `submit`, not from a callback of a future or of an observer. `params` are
+    those of prompts without their own, with the end tokens of the model as `stop_ids`; `rollout`,
+    `engine` and `spot` are the parts. Without `encode`, prompts must be ids.
 
     Example:
         >>> with Session.from_pretrained("smollm2") as session:       # doctest: +SKIP
@@ -165,15 +158,11 @@ class Session(SharedEngine):
         return future
 
     def abort(self, ids: Iterable[int] | None = None) -> list[Response]:
-        """Ends submitted requests that have not finished.
+        """Ends submitted requests that have not finished, those with these ids or all.
 
-        Args:
-            ids: of the requests; None = all.
-
-        Returns:
-            The responses so far, with the finish reason "abort"; their futures have them too.
-            `replace(request, resume=response)` goes on, to the tokens of an uninterrupted request.
-            `on_end` is then called again, if it had not answered.
+        Returns the responses so far, with the finish reason "abort"; their futures have them too.
+        `replace(request, resume=response)` goes on, to the tokens of an uninterrupted request.
+        `on_end` is then called again, if it had not answered.
         """
         try:
             wanted = None if ids is None else set(map(index, ids))

@@ -108,10 +108,9 @@ class SharedEngine:
             stream: a state dict, or its items, each of which is copied before the next is read.
             version: of the policy; None = the next number.
 
-        Raises:
-            UserError: tensors that do not fit or are not finite. A state dict is checked before
-                any weight changes. After an error in a stream requests are refused, and unfinished
-                ones wait, until a further call has succeeded.
+        Raises UserError for tensors that do not fit or are not finite. A state dict is checked
+        before any weight changes. After an error in a stream requests are refused, and unfinished
+        ones wait, until a further call has succeeded.
         """
         if not isinstance(stream, Iterable) or isinstance(stream, str):
             raise UserError(
@@ -132,15 +131,11 @@ class SharedEngine:
             inbox.version, inbox.mixed = version, False
 
     def train_drafter(self, steps: int | None = None) -> int:
-        """Trains the drafter on the responses so far, between rollouts.
+        """Trains the drafter on the responses so far; returns the micro-steps made so far in all.
 
-        Args:
-            steps: micro-steps; their result is used at once. None: the final steps of a training
-                step (`spot.final_steps`), which a GPU runs during what follows, until
-                `update_weights` or the next rollout.
-
-        Returns:
-            The micro-steps made so far in all.
+        The result of `steps` micro-steps is used at once. None: the final steps of a training step
+        (`spot.final_steps`), which a GPU runs during what follows, until `update_weights` or the
+        next rollout.
         """
         if self.spot is None or self.spot.config.mode == "off":
             raise UserError("session: no drafter is trained; make it with train_drafter=True")
