@@ -85,14 +85,15 @@ def summary_lines(run: Run) -> list[str]:
     summary = summarize(run)
     reward, accept = summary["reward"], summary["accept_length"]
     held = summary["heldout_accuracy"]
+    card_gb = summary["card_memory_gb"]
     lines = [
         f"reward {_show(reward['first_mean'])} -> {_show(reward['last_mean'])}"
         f" (means of {ENDS} steps), held-out {_show(held['before'])} -> {_show(held['after'])}",
         f"accept length {_show(accept['first_mean'])} -> {_show(accept['last_mean'])},"
         f" {summary['tokens']} tokens in {summary['target_passes']} target passes,"
         f" drafter version {summary['drafter_version']}",
-        f"wall {summary['wall_s']['wall']:.0f} s, peak memory {summary['peak_memory_gb']:.2f} GB,"
-        f" of the card {_show(summary['card_memory_gb'])} GB",
+        f"wall {summary['wall_s']['wall']:.0f} s, peak memory {summary['peak_memory_gb']:.2f} GB"
+        + ("" if card_gb is None else f", of the card {card_gb:.2f} GB"),
         *_time_lines(summary["step_s"], summary["wall_s"]),
         "arm (bucket/strategy)          windows   tokens/s",
     ]

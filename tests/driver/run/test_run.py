@@ -127,6 +127,8 @@ def test_a_run_leaves_its_records(unbroken):
     assert summary["reprefilled_tokens"] == 0
     assert summary["peak_memory_gb"] > 0.05
     assert summary["wall_s"]["unaccounted_share"] < 0.1  # about 0.02 on an idle machine
+    lines = summary_lines(unbroken)
+    assert any("peak memory" in line for line in lines) and "of the card" not in "".join(lines)
     assert set(summary["heldout_accuracy"]) == {"before", "after"}
     for step in read_jsonl(folder / "metrics.jsonl")[1:]:
         assert step["actor/grad_norm"] > 0 and step["frac_reward_zero_std"] < 0.5
