@@ -1,7 +1,5 @@
 """Gradients of the coming update that are added up before its rollout has ended."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Shapes: N responses, G groups, M tokens (any shape works where only M is written).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

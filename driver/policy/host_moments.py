@@ -1,7 +1,5 @@
 """Adam's moments in host memory, alone or with weights and gradients; steps on the device."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Float32 weights and the sums of their gradients in host memory, for passes on a device."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence

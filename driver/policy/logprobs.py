@@ -3,8 +3,6 @@
 Shapes: M tokens, m of them in a chunk, H hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Metrics of a step's responses and log-probs, and the warnings that they give rise to."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 

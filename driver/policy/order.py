@@ -1,7 +1,5 @@
 """Which responses of an update are trained on, and in which order."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

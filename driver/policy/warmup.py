@@ -1,7 +1,5 @@
 """Supervised warm-up: the policy is trained on a task's worked responses before RL."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator
