@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -83,6 +84,13 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
 def write_text(path: Path, text: str) -> None:
     with replaced(path) as file:
         file.write(text.encode())
+
+
+def share_files(folder: Path, like: Path) -> None:
+    """Gives all files the permissions of `like`; only the owner can read those of safetensors."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            shutil.copymode(like, path)
 
 
 def sync_path(path: Path) -> None:

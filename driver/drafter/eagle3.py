@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..common.errors import UserError
-from ..common.storage import storage_errors
+from ..common.storage import share_files, storage_errors
 from ..model.drafter import DraftSpec
 from ..model.spec import ModelSpec
 from ..model.target import default_feature_layers
@@ -88,3 +88,4 @@ def write_drafter(folder: Path, state: Mapping[str, Tensor], config: Mapping[str
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        share_files(folder, folder / CONFIG)

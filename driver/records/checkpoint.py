@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..common.errors import UserError
-from ..common.storage import storage_errors, sync_path, sync_tree
+from ..common.storage import share_files, storage_errors, sync_path, sync_tree
 from ..model.checkpoint import check_checkpoint
 from ..model.spec import read_json
 from .parts import WRITERS, Parts, load_parts
@@ -116,6 +116,7 @@ def save_checkpoint(
             names = [str(path.relative_to(scratch)) for path in files]
             mark = {"step": step, "checksums": _checksums(scratch, sorted(names))}
             (scratch / _MARK).write_text(json.dumps(mark), encoding="utf-8")
+            share_files(scratch, scratch / _MARK)
             sync_tree(scratch)
             if final.exists():  # an incomplete copy, or from an earlier version
                 shutil.rmtree(final)

@@ -124,6 +124,8 @@ def test_checkpoint_holds_what_was_given_and_keeps_the_last(tmp_path):
     assert torch.equal(latest.state("trainer")["moment"], torch.full((2000,), 6.0))
     assert latest.state("bandit") == {"arms": [1, None]}
     assert names(latest.path) == ["checkpoint.json", "config.json", "model.safetensors", "state"]
+    files = [path for path in latest.path.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in files} == {(latest.path / "config.json").stat().st_mode}
 
 
 def test_half_written_checkpoints_are_ignored_and_removed(tmp_path):
