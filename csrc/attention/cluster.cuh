@@ -4,14 +4,14 @@
 // blocks.
 #pragma once
 
-#include "attention/row_block.cuh"
+#include "attention/few_block.cuh"
 #include "common/cluster.cuh"
 
 namespace tlt {
 
 template <typename T, int kDim, int kWarps>
-class ClusterBlock : public RowBlock<T, kDim, kWarps, Residency::kCluster> {
-  using Base = RowBlock<T, kDim, kWarps, Residency::kCluster>;
+class ClusterBlock : public FewBlock<T, kDim, kWarps, Residency::kCluster> {
+  using Base = FewBlock<T, kDim, kWarps, Residency::kCluster>;
 
  public:
   using Base::Base;
@@ -22,15 +22,7 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, Residency::kCluster> {
   __device__ __forceinline__ void run(int rank) {
     const ClusterCuts<kDim> cuts(tile_keys(p_, r_, row_ + num_rows_));
     if (Memory::kNumPartials > 1 && warp_ == kWarps - 1) locate_partials(rank, cuts);
-    if (rank < cuts.blocks) {
-      const KeyRange keys = cluster_keys(rank, cuts);
-      this->consume(this->source_of(keys));
-      sync_block<kWarps>();  // bad_from is set
-      this->read_bad_from();
-      this->report_bad_pages();
-      if (this->folds(keys)) keep_total();
-      invalidate_kept();
-    }
+    if (rank < cuts.blocks) keep_splits(cluster_keys(rank, cuts));
     if (rank >= cuts.first_tail()) keep_tails(rank, cuts);
     arrive_at_cluster();
     wait_for_cluster();  // all results are stored
@@ -40,6 +32,33 @@ class ClusterBlock : public RowBlock<T, kDim, kWarps, Residency::kCluster> {
   }
 
  private:
+  // Folds the block's keys and stores the results.
+  __device__ __forceinline__ void keep_splits(const KeyRange& keys) {
+    if constexpr (Base::kCanBeFew) {
+      if (this->has_few()) return keep_few(keys);
+    }
+    this->consume(this->source_of(keys));
+    sync_block<kWarps>();  // bad_from is set
+    this->read_bad_from();
+    this->report_bad_pages();
+    if (this->folds(keys)) keep_total();
+    invalidate_kept();
+  }
+
+  // The same for few pairs.
+  __device__ __forceinline__ void keep_few(const KeyRange& keys) {
+    const int m = lane_ / 4;
+    const auto keep = [&](int partial, const Softmax& softmax, const auto& acc) {
+      if (this->stores_softmax()) shared_.parts[partial].softmax[m] = softmax;
+#pragma unroll
+      for (int n = 0; n < Base::kColumns; ++n) {
+        *this->kept(partial, m, (warp_ * Base::kColumns + n) * 4 + lane_ % 4) = acc(n);
+      }
+    };
+    const bool bad = this->fold_few(this->source_of(keys), this->folds(keys), 0, keep);
+    if (bad && this->stores_softmax()) shared_.parts[0].softmax[m].sum = -1.0f;
+  }
+
   // Stores the total of several splits.
   __device__ __forceinline__ void keep_total() {
 #pragma unroll

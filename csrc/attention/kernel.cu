@@ -23,10 +23,10 @@
 #include <type_traits>
 
 #include "attention/cluster.cuh"
+#include "attention/few_block.cuh"
 #include "attention/merge.cuh"
 #include "attention/op.h"
 #include "attention/plan.h"
-#include "attention/row_block.cuh"
 #include "common/rows.cuh"
 
 namespace tlt {
@@ -91,7 +91,7 @@ template <typename T, int kDim, int kWarps, Residency kResidency>
 __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kWarpSize,
                                   kWarps == 4 ? 2 : 1)
     attend_kernel(const __grid_constant__ Launch l) {
-  using Block = RowBlock<T, kDim, kWarps, kResidency>;
+  using Block = FewBlock<T, kDim, kWarps, kResidency>;
   constexpr int kRows = kWarps * kMmaRows;
   extern __shared__ __align__(1024) char memory[];
   auto* shared = reinterpret_cast<typename Block::Memory*>(memory);

@@ -106,10 +106,7 @@ class RowBlock {
     const bool totals = kCluster ? folds(source.keys) : source.keys.begin == 0;
     read_queries(scale.flip, totals);
     int partial = kCluster ? 0 : first_partial<kDim>(l_, r_, source.keys.begin);
-    // Not with 128 dimensions outside of clusters, where it spills registers.
-    const bool few = (kCluster || kDim <= 64) && num_rows_ * l_.group <= kMmaRows / 2;
-    WarpTile<T, kDim> tile(queries_, few, smallest_end(), scale.factor, &part_,
-                           &shared_.sink[warp_]);
+    WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_, &shared_.sink[warp_]);
     part_.clear();
     const auto ends = [&](int key) { return C::starts_split(key) || key >= source.keys.end; };
     // Two tiles alone are fastest one after the other, as the instructions are then fetched once.

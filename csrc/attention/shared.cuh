@@ -1,6 +1,7 @@
 // The shared memory of an attention block.
 #pragma once
 
+#include "attention/few.cuh"
 #include "attention/fold.cuh"
 #include "attention/tail.cuh"
 #include "attention/tiles.cuh"
@@ -32,7 +33,13 @@ struct Shared {
   };
   // The accumulators of a lane, one column each; later a partial that the cluster reads.
   struct Part {
-    float2 total[kWarps][kDim / 4][kWarpSize];
+    union {
+      float2 total[kWarps][kDim / 4][kWarpSize];
+      struct {
+        float2 first[kDim / 4][kWarpSize];  // total[0]
+        FewExchange exchange;
+      } few;
+    };
     Softmax softmax[kWarps * kMmaRows];
   };
   static constexpr int kNumPartials = kResidency == Residency::kCluster ? kBlockPartials<kDim> : 1;

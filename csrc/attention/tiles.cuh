@@ -73,20 +73,15 @@ __device__ __forceinline__ void store_in_order(float2* to, const float (&x)[2]) 
 template <typename T, int kDim>
 class WarpTile {
  public:
-  // No row ends before `smallest_end`. If `few`, the warps have no high rows, whose weights stay
-  // zero.
-  __device__ __forceinline__ WarpTile(const Queries<kDim>& queries, bool few, int smallest_end,
-                                      float factor, Fragment<kDim>* fragment, float2* sink)
+  // No row ends before `smallest_end`.
+  __device__ __forceinline__ WarpTile(const Queries<kDim>& queries, int smallest_end, float factor,
+                                      Fragment<kDim>* fragment, float2* sink)
       : queries_(queries),
-        few_(few),
         smallest_end_(smallest_end),
         factor_(factor),
         f_(*fragment),
         sink_(sink),
-        lane_(threadIdx.x % kWarpSize) {
-#pragma unroll
-    for (auto& step : weights_) step[1] = step[3] = 0;
-  }
+        lane_(threadIdx.x % kWarpSize) {}
 
   // Scores the keys at `keys`, positions from `key` on.
   __device__ __forceinline__ void fold_keys(int key, uint32_t keys) {
@@ -100,7 +95,7 @@ class WarpTile {
     if (!kWarpGroups && key >= queries_.largest) return;
     if (key + kTile > smallest_end_) mask(key);
     float rescale[2];
-    weigh_rows(&rescale);
+    weigh(&rescale);
     scale(rescale);
     pack();
   }
@@ -126,7 +121,7 @@ class WarpTile {
     group_wait_behind<1>(score_);
     release();
     float rescale[2];
-    weigh_rows(&rescale);
+    weigh(&rescale);
     store_in_order(sink_, f_.sum);  // a store keeps the wait after the work before it
     group_wait_behind<0>(f_.acc);
     scale(rescale);
@@ -183,23 +178,13 @@ class WarpTile {
 
   // Turns scores into weights; `rescale` returns the factors that bring earlier sums to the new
   // maximum.
-  __device__ __forceinline__ void weigh_rows(float (*rescale)[2]) {
-    if (few_) {
-      (*rescale)[1] = 1.0f;
-      weigh<1>(rescale);
-    } else {
-      weigh<2>(rescale);
-    }
-  }
-
-  template <int kHalves>
   __device__ __forceinline__ void weigh(float (*rescale_to)[2]) {
     auto& rescale = *rescale_to;
     float max[2], base[2], sum[2];
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) max[half] = quad_max(largest(half));
+    for (int half = 0; half < 2; ++half) max[half] = quad_max(largest(half));
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
+    for (int half = 0; half < 2; ++half) {
       max[half] = fmaxf(f_.max[half], mul_rn(max[half], factor_));
       base[half] = finite_max(max[half]);
       rescale[half] = exp2_fast(add_rn(f_.max[half], -base[half]));
@@ -212,7 +197,7 @@ class WarpTile {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
+        for (int half = 0; half < 2; ++half) {
           float& x = score_[n][2 * half + i];
           x = exp2_fast(fma_rn(x, factor_, -base[half]));
           sum[half] = add_rn(sum[half], x);
@@ -220,7 +205,7 @@ class WarpTile {
       }
     }
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half)
+    for (int half = 0; half < 2; ++half)
       f_.sum[half] = fma_rn(f_.sum[half], rescale[half], sum[half]);
   }
 
@@ -253,7 +238,6 @@ class WarpTile {
     for (int n = 0; n < kTile / 8; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (half == 1 && few_) continue;
         weights_[n / 2][n % 2 * 2 + half] =
             pack_pair<T>(score_[n][2 * half], score_[n][2 * half + 1]);
       }
@@ -329,7 +313,6 @@ class WarpTile {
   }
 
   const Queries<kDim>& queries_;
-  const bool few_;
   const int smallest_end_;
   const float factor_;
   Fragment<kDim>& f_;

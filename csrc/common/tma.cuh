@@ -136,17 +136,21 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity)
   wait_barrier(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)), parity);
 }
 
+// The cache policy "evict first" of L2, as createpolicy.fractional.L2::evict_first encodes it.
+constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+
+// Copies a box. Its data is not read again soon, so other data stays in L2.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int x0, int x1,
                                          int x2, int x3, int x4, uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3, %4, %5, %6}], [%7];" ::"r"(to),
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
       "l"(map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4),
-      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "l"(kEvictFirst)
       : "memory");
 }
 
-// The same for a matrix: 64 columns from `column` on, of the rows from `row` on.
+// Copies 64 columns of a matrix from `column` on, of the rows from `row` on.
 __device__ __forceinline__ void copy_rows(uint32_t to, const CUtensorMap* map, int column, int row,
                                           uint32_t barrier) {
   asm volatile(
