@@ -126,12 +126,6 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def form_group(self, device: str) -> None:
-        """Makes the process group of a single rank, if there is none; `DTensor` needs one."""
-        if not dist.is_initialized():
-            backend = backend_of(device)
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
     # ---- progress of the ranks ------------------------------------------------------------------
 
     def enter(self, phase: str) -> None:

@@ -376,6 +376,12 @@ class GrpoConfig(Section, prefix="grpo."):
         " which visit the card",
         words=("none", "moments", "all"),
     )
+    shard: str = setting(
+        "auto",
+        "each of several ranks holds a part of the float32 state (FSDP2), not all; auto: if the run"
+        " would not fit otherwise, or with grpo.offload",
+        words=("auto", "true", "false"),
+    )
     max_grad_norm: float = setting(1.0, "the gradient is clipped to this norm", above=0)
     weight_decay: float = setting(0.0, "AdamW's, of matrices only", low=0)
 

@@ -21,7 +21,7 @@ from .micro_batch import MicroBatch, build_micro_batch, without_responses
 from .order import Row, check_responses, cut, in_order, kept_of, key_of, max_length_of, num_tokens
 from .packed_forward import packed_logprobs
 from .packing import pack
-from .weights import PolicyWeights
+from .weights import PolicyWeights, is_sharded
 
 if TYPE_CHECKING:
     from ..config.sections import GrpoConfig
@@ -35,7 +35,7 @@ IS_CAP = 2.0  # largest importance weight between rollout and trainer log-probs
 class PolicyTrainer:
     """GRPO updates of a causal language model, in place.
 
-    The optimizer works on float32 parameters. Several ranks hold a part each.
+    The optimizer works on float32 parameters. Several ranks hold a part each, or all of them.
 
     Args:
         model: a module like `transformers.LlamaForCausalLM` with sdpa attention, in the dtype of
@@ -78,7 +78,8 @@ class PolicyTrainer:
             if load_reference is None:
                 raise ValueError(f"grpo.kl_coef={cfg.kl_coef} needs a reference model to load")
             self.reference = load_reference().eval().requires_grad_(False)
-        self.weights = PolicyWeights(model, self.world, cfg.offload, device)
+        sharded = is_sharded(self.world.size, cfg)
+        self.weights = PolicyWeights(model, self.world, cfg.offload, sharded, device)
         self.params = self.weights.params
         # Weight decay applies to matrices only, not to norms and biases.
         decay = [p for p in self.params if p.dim() > 1]
@@ -236,8 +237,12 @@ class PolicyTrainer:
         return {"step": self.step, "updates": self._updates()}
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's part of the parameters and of Adam's moments; see `PolicyWeights.tensors`."""
+        """What this rank holds of parameters and Adam's moments; see `PolicyWeights.tensors`."""
         return self.weights.tensors(self.optimizer)
+
+    def written(self) -> dict[str, dict[str, Tensor]]:
+        """Those of `tensors` that this rank writes to a checkpoint."""
+        return self.weights.written(self.optimizer)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from `state_dict`; the caller then copies the saved values into `tensors`."""
@@ -342,7 +347,7 @@ class PolicyTrainer:
                 some = [*(each.share for each in ahead), *some]
                 seen.append([*(each.batch for each in ahead), *with_old])
                 shares += [replace(each, pg_loss=each.pg_loss / denominator) for each in some]
-                self.weights.divide_gradients(denominator)
+                self.weights.finish_gradients(denominator)
                 norms.append(self._optimizer_step(lr))
             minibatches = seen
         sums = torch.zeros(6, dtype=torch.float64)

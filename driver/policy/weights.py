@@ -1,9 +1,10 @@
-"""The weights that the optimizer updates: float32, whole on one rank or sharded with torch's FSDP2.
+"""The weights that the optimizer updates: float32, whole on each rank or sharded with FSDP2.
 
 Forward and backward passes run in the dtype that the model was loaded in. In half precision they
-use transient copies, a layer at a time: `packed_logprobs` makes them on one rank, FSDP2 on several.
-One rank has its own way because the hooks of FSDP2 cost the host about two milliseconds a layer and
-micro-batch, and the update of a small model waits for the host (docs/notes/memory.md).
+use transient copies, a layer at a time: `packed_logprobs` makes them of whole weights, FSDP2 of
+sharded ones. Whole weights have their own way because the hooks of FSDP2 cost the host about two
+milliseconds a layer and micro-batch, and the update of a small model waits for the host
+(docs/notes/memory.md).
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from ..common.world import World
 from .host_moments import MOMENTS, HostMoments, local
@@ -27,6 +29,11 @@ from .logprobs import LossGradient
 from .micro_batch import MicroBatch
 from .packed_forward import packed_layer, packed_logprobs
 
+if TYPE_CHECKING:
+    from ..config.sections import GrpoConfig
+
+SUM_BYTES = 1 << 27  # of gradients that ranks with whole weights add up at once
+
 
 class PolicyWeights:
     """The parameters of a model for an optimizer.
@@ -34,9 +41,10 @@ class PolicyWeights:
     Args:
         model: in the dtype of its forward and backward passes, the same on all ranks. It is trained
             in place; parameters in half precision become float32.
-        world: ranks that share the parameters, their gradients and the optimizer's state.
+        world: ranks that share the work of an update.
         offload: what is kept in host memory: "moments", Adam's, or "all", parameters and gradients
             too. The optimizer runs on the device.
+        sharded: whether FSDP2 holds the weights, and each rank a part of them; see `is_sharded`.
         device: of the passes; None = the model's. A model that is sharded may be in host memory
             before: it moves a layer at a time.
 
@@ -51,12 +59,12 @@ class PolicyWeights:
         model: nn.Module,
         world: World | None = None,
         offload: str = "none",
+        sharded: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        self.world, self.offload = world or World(), offload
+        self.world, self.offload, self.sharded = world or World(), offload, sharded
         first = next(model.parameters())
         self.dtype, self.device = first.dtype, device or first.device
-        self.sharded = self.world.size > 1
         self._forward = functools.partial(packed_logprobs, cast(Any, model))
         self._host: HostWeights | None = None
         if self.sharded:
@@ -83,7 +91,6 @@ class PolicyWeights:
             register_fsdp_forward_method,
         )
 
-        self.world.form_group(self.device.type)
         kinds = ("cpu", self.device.type)  # in one order on all ranks
         self._meshes = {kind: init_device_mesh(kind, (self.world.size,)) for kind in kinds}
         on_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
@@ -118,16 +125,16 @@ class PolicyWeights:
         entropy_grad: bool = False,
         loss_gradient: LossGradient | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`packed_logprobs` of the model; on several ranks it and its backward are collective."""
+        """`packed_logprobs` of the model; of sharded weights it and its backward are collective."""
         self._take_gradients()
         return self._forward(batch, checkpointing, entropy_grad, self.dtype, loss_gradient)
 
     def together(self) -> AbstractContextManager[None]:
-        """A block of collective calls; a lost rank is named in the error."""
-        return self.world.together() if self.world.size > 1 else contextlib.nullcontext()
+        """A block of calls that are collective if the weights are sharded; names a lost rank."""
+        return self.world.together() if self.sharded else contextlib.nullcontext()
 
-    def divide_gradients(self, denominator: float) -> None:
-        """Divides the sums of gradients."""
+    def finish_gradients(self, denominator: float) -> None:
+        """Makes the sums of gradients those of all ranks, and divides them; a collective call."""
         if self._host is not None:
             self._host.wait()
         self._take_gradients()
@@ -135,6 +142,12 @@ class PolicyWeights:
             param.grad = total
         self._sums.clear()
         gradients = [param.grad for param in self.params if param.grad is not None]
+        if self.world.size > 1 and not self.sharded:
+            with self.world.together():
+                for some in _take_tensors(gradients, SUM_BYTES):
+                    flat = _flatten_dense_tensors(some)
+                    dist.all_reduce(flat)  # equal bits on all ranks
+                    torch._foreach_copy_(some, _unflatten_dense_tensors(flat, some))
         torch._foreach_mul_(gradients, 1 / denominator)
 
     def _take_gradients(self) -> None:
@@ -215,12 +228,12 @@ class PolicyWeights:
             for name, param in self.named.items():
                 # A copy from the host in another dtype would be made on the host first.
                 weight = local(param).to(self.device, non_blocking=True)
-                if self.world.size > 1:
+                if self.sharded:
                     weight = self._whole(weight.to(self.dtype), param)
                 yield name, weight
 
     def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-        """This rank's part of the parameters and of the moments, without copies.
+        """What this rank holds of the parameters and of the moments, without copies.
 
         Args:
             optimizer: over `params`; it has no moments before its first step.
@@ -233,6 +246,14 @@ class PolicyWeights:
             state = {name: optimizer.state.get(param, {}) for name, param in self.named.items()}
             found[moment] = {name: local(of[moment]) for name, of in state.items() if of}
         return found
+
+    def written(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+        """Those of `tensors` that this rank writes to a checkpoint."""
+        found = self.tensors(optimizer)
+        if self.sharded:
+            return found
+        mine = set(list(self.named)[self.world.rank :: self.world.size])
+        return {kind: {n: x for n, x in of.items() if n in mine} for kind, of in found.items()}
 
     def placed(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Any]]:
         """`tensors`, or copies of them on the host, with their place in the whole tensors.
@@ -254,7 +275,7 @@ class PolicyWeights:
         return whole
 
     def _placed(self, part: Tensor, param: Tensor) -> Any:
-        if self.world.size == 1:
+        if not self.sharded:
             return part
         from torch.distributed.tensor import DTensor, Shard
 
@@ -262,6 +283,11 @@ class PolicyWeights:
         return DTensor.from_local(
             part, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
         )
+
+
+def is_sharded(ranks: int, grpo: GrpoConfig) -> bool:
+    """Whether torch's FSDP2 holds the weights of a run."""
+    return ranks > 1 and (grpo.shard != "false" or grpo.offload == "all")
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:

@@ -31,6 +31,7 @@ _FREE = {
     "grpo.checkpointing",
     "grpo.micro_batch_tokens",
     "grpo.offload",
+    "grpo.shard",
     "model.cache",
 }
 _FIXED = {"engine.verify", "run.seed"}  # of sections in `_FREE`

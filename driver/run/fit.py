@@ -22,11 +22,15 @@ Changes = dict[str, Any]  # setting -> value
 
 
 def decided(config: Config, shape: RunShape, limit_gb: float) -> Config:
-    """The configuration with `engine.free_in_update=auto` decided."""
-    if config.engine.free_in_update != "auto":
-        return config
-    kept, freed = (changed(config, {"engine.free_in_update": w}) for w in ("false", "true"))
-    return kept if config.run.device == "cpu" or fits(kept, shape, limit_gb) else freed
+    """The configuration with `grpo.shard=auto` and `engine.free_in_update=auto` decided."""
+    shard, free = [config.grpo.shard], [config.engine.free_in_update]
+    if shard == ["auto"]:
+        shard = ["false", "true"] if config.grpo.offload == "none" else ["true"]
+    if free == ["auto"]:
+        free = ["false", "true"] if config.run.device != "cpu" else ["false"]
+    words = [{"grpo.shard": s, "engine.free_in_update": f} for f in free for s in shard]
+    made = [changed(config, each) for each in words]
+    return next((each for each in made if fits(each, shape, limit_gb)), made[-1])
 
 
 def check_fits(config: Config, shape: RunShape, limit_gb: float, host_gb: float = math.inf) -> None:
@@ -98,6 +102,8 @@ def _savings(config: Config, shape: RunShape) -> Iterator[tuple[str, Any]]:
     engine, grpo = config.engine, config.grpo
     if engine.free_in_update != "true" and config.run.device != "cpu":
         yield "engine.free_in_update", "true"
+    if grpo.shard == "false" and shape.ranks > 1:
+        yield "grpo.shard", "true"
     longest = shape.prompt_len + config.sampling.max_new_tokens  # a packed row is as long at least
     for size in _halves(grpo.micro_batch_tokens, longest):
         yield "grpo.micro_batch_tokens", size

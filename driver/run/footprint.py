@@ -26,6 +26,7 @@ from ..policy import logprobs
 from ..policy.host_moments import BLOCK_NUMBERS, MOMENTS, RING
 from ..policy.host_weights import LAYERS_AHEAD
 from ..policy.packed_forward import LONG_TOKENS
+from ..policy.weights import SUM_BYTES, is_sharded
 from ..rollout.pages import pages_for
 from ..rollout.plan import BucketPlan, draft_bytes
 from ..rollout.state import WORDS_PER_REQUEST
@@ -88,13 +89,15 @@ class RunShape:
 
     spec: ModelSpec  # in the dtype of the run, from `policy_spec`
     prompt_len: int  # tokens of the longest prompt
-    ranks: int = 1  # processes, which share the policy's weights and the optimizer
+    ranks: int = 1  # processes, which may share the policy's weights and the optimizer
 
     def footprint(self, config: Config) -> Footprint:
         """Bytes of one rank of a run on `run.device`."""
         spec, ranks, offload = self.spec, self.ranks, config.grpo.offload
         on_card = config.run.device != "cpu"
-        trained = _trained_parts(spec, ranks)
+        sharded = is_sharded(ranks, config.grpo)
+        numbers = _shard_numbers(spec, ranks if sharded else 1)
+        trained = _trained_parts(numbers)
         gradients = {"gradients": trained["policy"]}
         moments = {"Adam": trained["Adam"]}
         moved = {"none": {}, "moments": moments, "all": trained | gradients}[offload]
@@ -114,8 +117,8 @@ class RunShape:
             checkpointing=config.grpo.checkpointing,
             on_card=on_card,
             separate=longest >= LONG_TOKENS,
-            sharded=ranks > 1,
-            from_host=on_card and offload == "all" and ranks == 1,
+            sharded=sharded,
+            from_host=on_card and offload == "all" and not sharded,
         )
         if row.from_host:
             always["ring of weights"] = FLOAT_BYTES * (layer_numbers(spec) + BLOCK_NUMBERS)
@@ -125,9 +128,11 @@ class RunShape:
             # The sums of earlier micro-batches.
             phases = {phase: kept | needs for phase, needs in phases.items()}
         phases |= {"update, its end": kept | phases["update, its end"], "optimizer": dict(kept)}
+        if ranks > 1 and not sharded:
+            phases["optimizer"]["sums of ranks"] = min(SUM_BYTES, trained["policy"])
         if on_card and offload != "none":
             arrays = len(MOMENTS) if offload == "moments" else len(MOMENTS) + 2
-            block = min(BLOCK_NUMBERS, max(_shard_numbers(spec, ranks)))
+            block = min(BLOCK_NUMBERS, max(numbers))
             phases["optimizer"]["blocks on the card"] = RING * arrays * FLOAT_BYTES * block
         if config.engine.free_in_update == "true":
             phases["rollout"] = {part: always.pop(part) for part in PAGES if part in always}
@@ -278,10 +283,10 @@ def _shard_numbers(spec: ModelSpec, ranks: int) -> list[int]:
     return [-(-rows // ranks) * math.prod(cols) for rows, *cols in spec.shapes().values()]
 
 
-def _trained_parts(spec: ModelSpec, ranks: int) -> dict[str, int]:
-    """Bytes by part of a rank's share of the float32 policy."""
-    numbers = sum(_shard_numbers(spec, ranks))
-    return {"policy": FLOAT_BYTES * numbers, "Adam": len(MOMENTS) * FLOAT_BYTES * numbers}
+def _trained_parts(numbers: Sequence[int]) -> dict[str, int]:
+    """Bytes by part of a rank's share of the float32 policy, from the parameters of each tensor."""
+    policy = FLOAT_BYTES * sum(numbers)
+    return {"policy": policy, "Adam": len(MOMENTS) * policy}
 
 
 def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str, int]:

@@ -273,14 +273,14 @@ class Run:
         }
 
     def _parts(self, live: bool) -> Parts:
-        """This rank's trained tensors: those that `grpo.offload` keeps in host memory, or others.
+        """The trained tensors to write: those that `grpo.offload` keeps in host memory, or others.
 
         The former are written from there, and the next update waits until they are.
         """
         offloaded = self.config.grpo.offload != "none"
         return {
             kind: named
-            for kind, named in self.trainer.tensors().items()
+            for kind, named in self.trainer.written().items()
             if (offloaded and all(not part.is_cuda for part in named.values())) == live
         }
 

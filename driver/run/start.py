@@ -24,6 +24,7 @@ from ..model.checkpoint import folder_fingerprint
 from ..model.prompts import PromptEncoder
 from ..policy.trainer import PolicyTrainer
 from ..policy.warmup import warm_up
+from ..policy.weights import is_sharded
 from ..records.checkpoint import Checkpoint, saved_reference
 from ..records.checkpoint_writer import CheckpointWriter
 from ..records.folder import RunFolder
@@ -36,6 +37,7 @@ from ..tasks.workers import RewardWorkers
 from .assemble import check_ranks, longest_request, prompt_encoder
 from .collector import Collector
 from .dry_run import check_run
+from .fit import changed
 from .run import Run, write_folder
 from .tail_update import TailUpdate
 from .tools import Tools
@@ -67,6 +69,8 @@ def start_run(config: Config, note: Callable[[str], None], stop: StopRequest | N
             )
         source = find_model(config, note)
         checked, shape = check_run(config, source, world.size)
+        shard = max(world.gather(checked.grpo.shard))  # cards differ in memory: true if any is
+        checked = changed(checked, {"grpo.shard": shard})
         folder = RunFolder(config) if world.rank == 0 else None
     try:
         saved = world.share(folder.resumed if folder else None)
@@ -151,7 +155,8 @@ class _Start:
                 )
             source = self.saved.path
         # No card needs to hold all of a policy that ranks share, or that is kept in host memory.
-        apart = self.world.size > 1 or self.config.grpo.offload == "all"
+        grpo = self.config.grpo
+        apart = is_sharded(self.world.size, grpo) or grpo.offload == "all"
         mapped = apart and not self.warms_up
         return load_policy(self.config, source, mapped)
 

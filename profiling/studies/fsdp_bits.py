@@ -29,7 +29,7 @@ def equal_share(world: World, dtype: torch.dtype) -> float:
     responses = responses_of(TOKENS, SHAPE.vocab_size)[world.rank * ROWS :][:ROWS]
     batch = build_micro_batch(responses, range(ROWS), torch.device("cpu"))
     wanted = alone.logprobs(batch)[0]
-    got = PolicyWeights(model, world).logprobs(batch)[0]
+    got = PolicyWeights(model, world, sharded=True).logprobs(batch)[0]
     return float((got == wanted).float().mean())
 
 

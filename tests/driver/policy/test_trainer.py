@@ -46,6 +46,7 @@ class Cfg:
     entropy_coef: float = 0.0
     checkpointing: bool = False
     offload: str = "none"
+    shard: str = "auto"
 
 
 def test_configuration_has_the_fields_that_the_trainer_reads():

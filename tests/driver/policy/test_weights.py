@@ -1,4 +1,4 @@
-"""Sharded policy weights: real ranks on Gloo, against one rank."""
+"""Policy weights of real ranks on Gloo, sharded and whole, against one rank."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.driver.hugging_face import save_model
 from tests.driver.policy.test_trainer import REWARDS, Cfg, make_model, make_responses
 from tests.forks import run_ranks
 
-# Each rank makes two updates, saves its part between them, and writes what it has.
+# Each rank makes two updates, saves its part, and writes what it has.
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -23,10 +23,10 @@ from driver.records.parts import load_parts, save_parts
 from tests.driver.policy.test_trainer import REWARDS, Cfg
 from tests.driver.policy.test_weights import caught, moments, trained
 
-folder, kept = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
+folder, shard, kept = Path(sys.argv[1]), sys.argv[2], len(sys.argv) > 3 and sys.argv[3]
 world = World.join("cpu", 60)
 model, responses, options = torch.load(folder / "inputs.pt", weights_only=False)
-trainer = PolicyTrainer(model, Cfg(**options), world=world)
+trainer = PolicyTrainer(model, Cfg(**options, shard=shard), world=world)
 if kept:
     trainer.load_state_dict(torch.load(folder / kept / "counters.pt"))
     parts = trainer.weights.placed(trainer.tensors())
@@ -38,7 +38,7 @@ else:
     logprobs, gradients = caught(trainer, responses)
     weights = trained(trainer, responses) | moments(trainer)
     (folder / "saved").mkdir(exist_ok=True)
-    parts = trainer.weights.placed(trainer.tensors())
+    parts = trainer.weights.placed(trainer.written())
     save_parts(folder / "saved" / "parts", parts, world.background)
     torch.save(trainer.state_dict(), folder / "saved" / "counters.pt")
     torch.save((logprobs, gradients, weights), folder / f"rank-{world.rank}.pt")
@@ -58,7 +58,7 @@ folder = Path(sys.argv[1])
 world = World.join("cpu", 60)
 model = load_model(folder, torch.float32, mapped=True)
 offload = "all" if world.size == 1 else "none"
-weights = PolicyWeights(model, world, offload, torch.device("cpu"))
+weights = PolicyWeights(model, world, offload, world.size > 1, torch.device("cpu"))
 path = folder / "model.safetensors"
 world.gather(0)
 if world.rank == 0:
@@ -68,6 +68,12 @@ world.gather(0)
 found = {name: weight.clone() for name, weight in weights.stream()}
 torch.save(found, folder / f"rank-{world.rank}.pt")
 world.leave()
+"""
+
+# Several sums of gradients, of one tensor or many.
+SMALL_SUMS = """
+from driver.policy import weights
+weights.SUM_BYTES = 4000
 """
 
 # Several rounds of the ring and several blocks of host memory for one update; tensors in pieces.
@@ -128,20 +134,20 @@ def inputs(folder, dtype, tied=True, **options):
     return PolicyTrainer(model, Cfg(**{**options, "offload": "none"})), responses
 
 
-def launch(folder, ranks, *words, script=SCRIPT):
-    code = run_ranks(script, [str(folder), *words], ranks, folder / "log")
+def launch(folder, ranks, *words, script=SCRIPT, shard="true"):
+    code = run_ranks(script, [str(folder), shard, *words], ranks, folder / "log")
     assert code == 0, (folder / "log").read_text()[-4000:]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_share_one_rank_s_update(ranks, checkpointing, tmp_path):
+@pytest.mark.parametrize(("ranks", "shard"), [(2, "true"), (4, "true"), (2, "false"), (4, "false")])
+def test_ranks_share_one_rank_s_update(ranks, shard, checkpointing, tmp_path):
     """Log-probs are equal bit for bit; gradients differ by the order of their sums."""
     trainer, responses = inputs(
         tmp_path, torch.float32, tied=not checkpointing, checkpointing=checkpointing
     )
     logprobs, gradients = caught(trainer, responses)
-    launch(tmp_path, ranks)
+    launch(tmp_path, ranks, script=SMALL_SUMS + SCRIPT, shard=shard)
     found = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(ranks)]
     seen = {}
     for mine, theirs, weights in found:
@@ -156,10 +162,11 @@ def test_ranks_share_one_rank_s_update(ranks, checkpointing, tmp_path):
     assert all(torch.equal(seen[owner], logprobs[owner]) for owner in logprobs)
 
 
-def test_half_precision_is_gathered_and_its_gradients_are_added_in_float32(tmp_path):
+@pytest.mark.parametrize("shard", ["true", "false"])
+def test_gradients_in_half_precision_are_added_in_float32(shard, tmp_path):
     trainer, responses = inputs(tmp_path, torch.bfloat16)
     logprobs, gradients = caught(trainer, responses)
-    launch(tmp_path, 2)
+    launch(tmp_path, 2, shard=shard)
     found = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2)]
     seen = found[0][0] | found[1][0]
     assert all(torch.equal(seen[owner], logprobs[owner]) for owner in logprobs)
@@ -167,7 +174,9 @@ def test_half_precision_is_gathered_and_its_gradients_are_added_in_float32(tmp_p
         assert found[0][1][name].dtype == torch.float32
         # Rows are packed in another way, and their gradients are rounded to bfloat16.
         assert (found[0][1][name] - gradient).norm() <= 2e-2 * gradient.norm(), name
-        assert found[0][2][name].dtype == torch.bfloat16
+        gathered = torch.bfloat16 if shard == "true" else torch.float32
+        assert found[0][2][name].dtype == gathered
+        assert torch.equal(found[0][2][name], found[1][2][name])
 
 
 @pytest.mark.parametrize("device", kit.DEVICES)
@@ -191,11 +200,21 @@ def test_weights_in_host_memory_change_no_bit(checkpointing, dtype, device, monk
             assert torch.equal(value.cpu(), moved[key].cpu()), key
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (1, 2), (2, 1)])
-def test_any_number_of_ranks_loads_what_others_saved(saving, loading, tmp_path):
+@pytest.mark.parametrize(
+    ("saving", "shard", "loading", "loading_shard"),
+    [
+        (2, "true", 3, "true"),
+        (1, "true", 2, "true"),
+        (2, "true", 1, "true"),
+        (2, "true", 2, "false"),
+        (3, "false", 2, "true"),
+        (2, "false", 1, "false"),
+    ],
+)
+def test_any_ranks_load_what_others_saved(saving, shard, loading, loading_shard, tmp_path):
     inputs(tmp_path, torch.float32)
-    launch(tmp_path, saving)
-    launch(tmp_path, loading, "saved")
+    launch(tmp_path, saving, shard=shard)
+    launch(tmp_path, loading, "saved", shard=loading_shard)
     saved, loaded = torch.load(tmp_path / "rank-0.pt")[2], torch.load(tmp_path / "loaded.pt")
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)

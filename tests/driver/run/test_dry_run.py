@@ -1,6 +1,7 @@
 """`--dry-run`: what it says, that it refuses, and that it makes nothing."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.model import fetch
 from driver.model.tiny import build_tokenizer
+from driver.policy.weights import SUM_BYTES
 from driver.run import dry_run, start
 from driver.run.fit import changed, check_fits, decided, fits, fitting
 from driver.run.footprint import policy_spec
@@ -45,7 +47,7 @@ def test_a_shape_without_weights_is_refused_with_the_numbers(seven_b):
     assert lines[0] == "Qwen2ForCausalLM, 7615.6 M parameters, bfloat16"
     assert "    policy                   30.462" in lines
     dry_run.dry_run([*words[:3], "memory_gb=620"], lines.append)
-    dry_run.dry_run([*words[:3], "memory_gb=540", "ranks=8"], lines.append)
+    dry_run.dry_run([*words[:3], "memory_gb=540", "ranks=8", "grpo.shard=true"], lines.append)
     assert "    policy                    3.808" in lines
     shared = ["engine.tensor_parallel=4", "ranks=8"]
     dry_run.dry_run([*words[:3], "memory_gb=540", *shared], lines.append)
@@ -242,7 +244,30 @@ def test_pages_are_released_in_the_update_if_the_run_would_not_fit_otherwise(sev
     here = changed(config, {"run.device": "cpu"})
     assert decided(here, shape, 60).engine.free_in_update == "false"
     fixed = changed(config, {"engine.free_in_update": "false"})
-    assert decided(fixed, shape, 60) == fixed
+    assert decided(fixed, shape, 60).engine.free_in_update == "false"
+
+
+def test_ranks_share_the_optimizer_if_the_run_would_not_fit_otherwise(seven_b):
+    words = ["preset=7b", seven_b, "grpo.offload=none"]
+    config = load_config(words)
+    shape = replace(shape_of(config), ranks=2)
+    choices = [
+        (182, "false", "false"),
+        (150, "true", "false"),
+        (120, "true", "true"),
+        (20, "true", "true"),
+    ]
+    for limit_gb, shard, freed in choices:
+        made = decided(config, shape, limit_gb)
+        assert (made.grpo.shard, made.engine.free_in_update) == (shard, freed), limit_gb
+    whole, parted = (shape.footprint(changed(config, {"grpo.shard": s})) for s in ("false", "true"))
+    assert whole.always["policy"] == 4 * shape.spec.num_parameters
+    assert whole.always["policy"] == pytest.approx(2 * parted.always["policy"], rel=1e-4)
+    assert whole.phases["optimizer"]["sums of ranks"] == SUM_BYTES
+    moved = changed(config, {"grpo.offload": "moments"})
+    assert decided(moved, shape, 999).grpo.shard == "true"
+    with pytest.raises(UserError, match="it fits with grpo.shard=true;"):
+        check_fits(changed(config, {"grpo.shard": "false"}), shape, 150)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,8 @@ def test_any_number_of_ranks_learns_the_same(alone, tmp_path, ranks):
     the same; afterwards it differs by the order in which gradients are added up. Two ranks do not
     divide three prompts. The timeline shows what all come to at one time, whenever each began."""
     folder, expected = alone
-    words = ["grpo.kl_coef=0.1", f"engine.free_in_update={str(ranks == 3).lower()}"]
+    three = str(ranks == 3).lower()
+    words = ["grpo.kl_coef=0.1", f"engine.free_in_update={three}", f"grpo.shard={three}"]
     records = run(tmp_path, ranks, *words, script=SAME_EVERYWHERE + LAST_CLOCK_IS_LATE)
     assert tokens(tmp_path)[0] == tokens(folder)[0]
     for key in ("critic/rewards/mean", "response_length/mean", "frac_reward_zero_std"):
@@ -184,7 +185,7 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
     """Three ranks do not divide the rows, and write their parts in threads, as on cards. One or two
     load the same weights and moments."""
     half, script = "model.dtype=bfloat16", SAME_EVERYWHERE + HOLDS_A_PART + WRITES_BESIDE
-    run(tmp_path / "two", 3, half, "run.checkpoint_every=1", script=script)
+    run(tmp_path / "two", 3, half, "run.checkpoint_every=1", "grpo.shard=true", script=script)
     shutil.copytree(tmp_path / "two", tmp_path / "one")
     more = [half, "run.resume=true", "run.steps=3"]
     two = run(tmp_path / "two", 2, *more, script=SAME_EVERYWHERE)

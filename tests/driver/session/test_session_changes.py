@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from driver.common.errors import UserError
-from driver.common.world import World
 from tests.driver.poison import poison
 from tests.driver.rollout.test_engine import STRATEGIES, Choose, same
 from tests.driver.session.test_session import (
@@ -104,7 +104,8 @@ def test_weights_that_do_not_fit_are_refused(session):
         session.update_weights(torch.nn.Linear(1, 1))
     with pytest.raises(UserError, match="model.norm.weight is a float; expected tensors"):
         session.update_weights(weights | {name: 1.0})
-    World().form_group("cpu")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))
     for weight, message in (
         (weights[name].to("meta"), "on the meta device, without values"),
