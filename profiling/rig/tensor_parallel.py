@@ -30,7 +30,7 @@ from profiling.rig.subjects import QWEN2_7B, QWEN2_15B, SMOLLM2, Subject, of_sha
 
 SHAPES: dict[str, Any] = {"smollm2": SMOLLM2, "qwen2_15b": QWEN2_15B, "qwen2_7b": QWEN2_7B}
 BATCHES = (1, 16, 64)
-TOKENS, TIMED_TOKENS, LONGEST = 128, 64, 256  # new tokens of a request; the longest request
+TOKENS, TIMED_TOKENS, LONGEST = 256, 64, 320  # new tokens of a request; the longest request
 STRATEGIES = ["ngram:4,1,5", "learned:4,2,8", "hybrid:4,2,8"]
 WORDS = [
     "model.dtype=bfloat16",

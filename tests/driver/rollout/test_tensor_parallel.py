@@ -51,42 +51,50 @@ MODELS = {
 }
 
 
+WAYS = "symmetric", "gather"
 ARMS = ["ngram:6,4,16", "learned:4,3,12", "hybrid:2,1,17"]
 
 
 def rank() -> None:
-    """One rank: compares its group with one rank that has the whole model."""
+    """One rank: compares its group with one rank that has the whole model.
+
+    Words are a device, models, settings, and ways to exchange with `engine.graphs`.
+    """
     device, *words = sys.argv[1:]
     world = World.join(device, 60)
-    parallel = TensorParallel.of(world, world.size, "gather" not in words)
-    for model in [word for word in words if word in MODELS]:
-        own = [word for word in words if "=" in word]
-        compare(MODELS[model](), parallel, f"run.device={world.device}", *own)
-    world.leave()
-
-
-def compare(policy, parallel: TensorParallel, *words: str) -> None:
-    world, accepted = parallel.world, 0
+    groups = {way: TensorParallel.of(world, world.size, way == "symmetric") for way in WAYS}
+    settings = [f"run.device={world.device}", *(word for word in words if "=" in word)]
     few = [
         replace(r, prompt_ids=tuple(token % 11 + 3 for token in r.prompt_ids))
         for r in requests(8, new=16, stop=(2,))
     ]
-    one = make_rollout(policy, *words)
-    shared = make_rollout(policy, *words, parallel=parallel)
+    for policy in [MODELS[word]() for word in words if word in MODELS]:
+        one = make_rollout(policy, *settings)
+        wanted = world.share(generate(one, few) if world.rank == 0 else None)
+        for word in [word for word in words if ":" in word]:
+            way, graphs = word.split(":")
+            shared = make_rollout(
+                policy, *settings, f"engine.graphs={graphs}", parallel=groups[way]
+            )
+            compare(shared, few, wanted, word)
+    world.leave()
+
+
+def compare(shared, few, wanted, word: str) -> None:
+    world, accepted = shared.target.parallel.world, 0
     shared.spot.swap()
     bandit, page_size = shared.engine.bandit, shared.engine.cache.page_size
-    wanted = world.share(generate(one, few) if world.rank == 0 else None)
     # Each rank would choose other strategies of the last list.
     for arms in [["off"], *([arm] for arm in ARMS), ["off", *STRATEGIES]]:
         limit = 96 // page_size if len(arms) > 1 else None
         got = generate(shared, few, *arms, seed=world.rank, page_limit=limit)
-        assert same(got, wanted), f"{arms} differs"
+        assert same(got, wanted), f"{arms} differs, {word}"
         assert arms == ["off"] or shared.engine.stats.drafted > 0, f"{arms} drafted none"
         accepted += shared.engine.stats.accepted
     assert accepted > 0 and (page_size > 4 or shared.engine.stats.preemptions > 0)
     shared.engine.bandit = Bandit(bandit.arms, bandit.config, bandit.spec_max_batch, world.rank)
     shared.engine.forget()
-    assert same(shared.engine.generate(few, record=False), wanted), "bandit differs"
+    assert same(shared.engine.generate(few, record=False), wanted), f"bandit differs, {word}"
 
 
 def loops() -> None:
@@ -104,8 +112,8 @@ def loops() -> None:
     world.leave()
 
 
-def start(log, ranks, *words, planted="", device="cpu"):
-    code = run_ranks(planted + SCRIPT, [device, *words], ranks, log)
+def start(log, ranks, *words, planted="", device="cpu", ways=("gather:auto",)):
+    code = run_ranks(planted + SCRIPT, [device, *ways, *words], ranks, log)
     return code, log.read_text()[-3000:]
 
 
@@ -124,13 +132,10 @@ def test_ranks_repeat_passes_without_the_host(tmp_path):
 @kit.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    ("graphs", "exchange"),
-    [("auto", "symmetric"), ("loop", "symmetric"), ("pass", "gather"), ("off", "gather")],
-)
-def test_two_cards_make_the_bits_of_one(tmp_path, dtype, graphs, exchange):
-    words = [f"model.dtype={dtype}", f"engine.graphs={graphs}", "engine.page_size=16", exchange]
-    code, log = start(tmp_path / "log", 2, *MODELS, *words, device="cuda")
+def test_two_cards_make_the_bits_of_one(tmp_path, dtype):
+    words = [*MODELS, f"model.dtype={dtype}", "engine.page_size=16"]
+    ways = ["symmetric:auto", "symmetric:loop", "gather:pass", "gather:off"]
+    code, log = start(tmp_path / "log", 2, *words, device="cuda", ways=ways)
     assert code == 0, log
 
 
