@@ -12,6 +12,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # names in the state of torch's AdamW
 BLOCK_NUMBERS = 1 << 23  # of parameters whose moments are in one block of the device
 RING = 3  # blocks on the device: one arrives, one is computed with, one leaves
 HOST_NUMBERS = 1 << 31  # in a block of host memory
+# Threads touch the pages of pinned memory before it is registered: 6.8 instead of 1.9 GB/s.
+PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 
 
 class HostMoments:
@@ -113,6 +115,8 @@ class HostBlocks:
 
     def __init__(self, numbers: int, pinned: bool) -> None:
         self._left, self._pinned = numbers, pinned
+        if pinned:
+            torch._C._accelerator_setAllocatorSettings(PINNED)
         self._block = torch.empty(0)
 
     def take(self, shape: torch.Size) -> Tensor:

@@ -184,12 +184,12 @@ def test_gradients_in_half_precision_are_added_in_float32(shard, tmp_path):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_weights_in_host_memory_change_no_bit(checkpointing, dtype, device, monkeypatch):
     monkeypatch.setattr(host_moments, "BLOCK_NUMBERS", 700)
+    responses = make_responses(make_model(dtype, "qwen2"))
     found = {}
     for offload in ("none", "all"):
         model = make_model(dtype, "qwen2", tied=checkpointing).to(device)
         options = {"micro_batch_tokens": 40, "checkpointing": checkpointing, "offload": offload}
         trainer = PolicyTrainer(model, Cfg(**options), device=torch.device(device))
-        responses = make_responses(model)
         parts = *caught(trainer, responses), trained(trainer, responses), moments(trainer)
         kept = "cpu" if offload == "all" else device
         assert {param.device.type for param in trainer.params} == {kept}
