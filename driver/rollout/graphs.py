@@ -61,14 +61,13 @@ def build_graphs(
         if config.graphs in ("pass", "loop"):
             raise UserError(f"engine.graphs={config.graphs}: CUDA graphs need run.device=cuda")
         return None
-    alone = program.model.parallel.size == 1
-    if config.graphs == "loop" and not (alone or program.model.shares_memory):
+    can_loop = program.model.parallel.size == 1 or program.model.shares_memory
+    if config.graphs == "loop" and not can_loop:
         raise UserError(
             "engine.graphs=loop: with engine.tensor_parallel it needs GPUs of one host that share"
             " memory; use auto"
         )
-    # Between ranks the host launches each pass unless asked: the loop has not run on cards.
-    loop = config.graphs == "loop" or (config.graphs == "auto" and alone)
+    loop = config.graphs != "pass" and can_loop
     loop = loop and tlt_ext.GraphPool.supports_loop(device.index or 0)
     if config.graphs == "loop" and not loop:
         raise UserError("engine.graphs=loop: this driver cannot loop in a CUDA graph; use auto")
