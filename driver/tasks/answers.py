@@ -7,6 +7,7 @@ from .base import may_go_on
 
 MARK = "####"
 MOST_DIGITS = 400  # limit of digits and of exponents; a longer number is text
+_LONG_NUMBER = re.compile(rf"[0-9]{{{MOST_DIGITS + 1}}}")
 
 _BOXED = re.compile(r"\\boxed\s*\{(.*)\}", re.DOTALL)
 # Markup around an answer that does not change it.
@@ -87,11 +88,11 @@ def number_of(answer: str) -> Fraction | None:
     unit = text[found.end() :]
     if unit and not _UNIT.fullmatch(unit):
         return None
-    digits, power = (found["whole"] or "0").replace(",", ""), int(found["power"] or 0)
-    if len(digits) > MOST_DIGITS or abs(power) > MOST_DIGITS or int(found["below"] or 1) == 0:
+    digits = (found["whole"] or "0").replace(",", "") + (found["decimals"] or "")
+    power, below = int(found["power"] or 0), found["below"] or "1"
+    if max(len(digits), len(below), abs(power)) > MOST_DIGITS or int(below) == 0:
         return None
-    value = Fraction(digits + (found["decimals"] or "")) * Fraction(10) ** power
-    value /= int(found["below"] or 1)
+    value = Fraction(digits) * Fraction(10) ** power / int(below)
     signs = (found["sign"] + found["inner"]).replace("\u2212", "-")
     return -value if signs.count("-") == 1 else value
 
@@ -123,6 +124,8 @@ def _as_text(answer: str) -> str:
 
 
 def _is_expression(answer: str) -> bool:
+    if _LONG_NUMBER.search(answer):  # math-verify would read only what is before it
+        return False
     # Words would parse as products of letters.
     without_commands = re.sub(r"\\[A-Za-z]+", "", answer)
     return ":" not in answer and not re.search(r"[A-Za-z]{2}", without_commands)

@@ -38,6 +38,9 @@ def judge(gold: str, response: str, finished: bool = True) -> bool:
         ("blue", "#### red"),
         ("4", "#### "),
         ("4", "#### 1e99999999"),
+        ("4", "#### " + "9" * 5000),  # Python reads no integer of more than 4300 digits
+        ("4", "#### 4." + "9" * 5000),
+        ("4", "#### 4/" + "9" * 5000),
     ],
 )
 def test_other_answers_score_0(gold, response):
