@@ -10,6 +10,12 @@ import torch
 
 # Rows at least as wide are worth the seconds that a compilation takes.
 LEAST_WIDTH = 512
+OPTIONS = {
+    "emulate_precision_casts": True,
+    # Short rows take the kernels of long ones; otherwise the first row of less than 10,000 tokens
+    # compiles all of them again.
+    "triton.mix_order_reduction_non_strict_mode": True,
+}
 
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,4 +49,4 @@ def _compile(graph: Any, inputs: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx  # slow to import
 
     with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
-        return compile_fx(graph, inputs, config_patches={"emulate_precision_casts": True})
+        return compile_fx(graph, inputs, config_patches=OPTIONS)
