@@ -43,31 +43,30 @@ def build_micro_batch(
     `owners` are the indices of the responses to pack, in this order.
     """
     packed = [responses[index] for index in owners]
-    prompts = torch.tensor([len(r.request.prompt_ids) for r in packed])  # [D]
-    counts = torch.tensor([len(r.token_ids) for r in packed])  # [D]
+    prompts = np.array([len(r.request.prompt_ids) for r in packed])  # [D]
+    counts = np.array([len(r.token_ids) for r in packed])  # [D]
     # The hidden state at j - 1 predicts the token at j. The tokens before a response are earlier
     # responses, which the count of rows includes, and the prompts up to its own.
-    rows = torch.arange(int(counts.sum())) + (prompts.cumsum(0) - 1).repeat_interleave(counts)
+    rows = np.arange(counts.sum()) + (prompts.cumsum() - 1).repeat(counts)
     ids = _flat([part for r in packed for part in (r.request.prompt_ids, r.token_ids)], np.int64)
-    input_ids = ids.unsqueeze(0)  # [1, T]
-    owner = torch.tensor(owners).repeat_interleave(counts)
+    owner = np.repeat(owners, counts)
     logprobs = _flat([r.logprobs for r in packed], np.float32)
     if any(r.tools for r in packed):
         generated = _flat([r.generated for r in packed], np.bool_)
         rows, owner, logprobs = rows[generated], owner[generated], logprobs[generated]
-        counts = torch.tensor([r.num_generated for r in packed])  # [D]
+        counts = np.array([r.num_generated for r in packed])  # [D]
     temperatures = [r.request.params.temperature for r in packed]
     temperature: float | Tensor = temperatures[0]
     if len(set(temperatures)) > 1:
-        temperature = torch.tensor(temperatures).repeat_interleave(counts)
+        temperature = torch.tensor(temperatures).repeat_interleave(torch.from_numpy(counts))
     return MicroBatch(
-        input_ids=input_ids,
+        input_ids=torch.from_numpy(ids).unsqueeze(0),  # [1, T]
         documents=Documents.of([len(r.request.prompt_ids) + len(r.token_ids) for r in packed]),
-        rows=rows,
-        tokens=input_ids[0, rows + 1],
-        owner=owner,
+        rows=torch.from_numpy(rows),
+        tokens=torch.from_numpy(ids[rows + 1]),
+        owner=torch.from_numpy(owner),
         temperature=temperature,
-        rollout_logprobs=logprobs,
+        rollout_logprobs=torch.from_numpy(logprobs),
     ).to(torch.device(device))
 
 
@@ -85,10 +84,9 @@ def without_responses(device: torch.device) -> MicroBatch:
     ).to(device)
 
 
-def _flat(parts: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:
-    """The numbers of all parts; NumPy reads a list ten times as fast as torch."""
-    count = sum(map(len, parts))
-    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype, count))
+def _flat(parts: Sequence[Sequence[float]], dtype: type[np.generic]) -> Any:
+    """The numbers of all parts as an array; NumPy reads a list ten times as fast as torch."""
+    return np.fromiter(chain.from_iterable(parts), dtype, sum(map(len, parts)))
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -101,5 +99,9 @@ def _moved(value: Any, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.device.type == "cpu" and device.type == "cuda":
-        value = value.pin_memory()  # otherwise the copy waits for all work queued on the GPU
+        # Otherwise the copy waits for all work queued on the GPU. NumPy copies in this thread;
+        # torch would wait for threads that may have no core.
+        pinned = torch.empty_like(value, pin_memory=True)
+        pinned.numpy()[...] = value.numpy()
+        value = pinned
     return value.to(device, non_blocking=True)
