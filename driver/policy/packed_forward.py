@@ -10,10 +10,9 @@ other documents of its row.
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,27 +26,13 @@ from ..model.target_weights import DecoderLayer
 from .fused import fused
 from .host_weights import HostWeights
 from .logprobs import LossGradient, token_logprobs
-from .packing import packed_positions
+from .packing import packed_positions, tiles_of
 
 if TYPE_CHECKING:
     from .micro_batch import MicroBatch
 
-# Documents of this many tokens have their own attention call, without much shorter ones.
-LONG_TOKENS = 1024
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive documents of a packed row, for one call of attention."""
-
-    tokens: int
-    longest: int
-    bounds: Tensor  # int32 [documents + 1], where each begins and ends, from the first of the span
-
-    @staticmethod
-    def of(lengths: Sequence[int]) -> Span:
-        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return Span(sum(lengths), max(lengths), bounds)
+# Of the attention kernels.
+HEAD_SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -56,25 +41,12 @@ class Documents:
 
     lengths: tuple[int, ...]
     position: Tensor  # int64 [1, T], from 0 in every document
-    spans: tuple[Span, ...]  # in their order
+    tiles: Tensor  # int32 [tiles, 3], see `tiles_of`
 
     @staticmethod
     def of(lengths: Sequence[int]) -> Documents:
-        """The layout of documents of these lengths, on the CPU.
-
-        Deterministic FlashAttention divides the multiprocessors of a GPU among the documents and
-        heads of a call. With many documents each gets one, and a long document then decides the
-        time of its call. The long documents at the front of a row are therefore a separate span.
-
-        Example:
-            >>> [span.tokens for span in Documents.of([3000, 2000, 900, 20]).spans]
-            [5000, 920]
-        """
-        longest = max(lengths)
-        short = [i for i, length in enumerate(lengths) if 2 * length < longest]
-        cut = short[0] if short and longest >= LONG_TOKENS else len(lengths)
-        spans = tuple(Span.of(part) for part in (lengths[:cut], lengths[cut:]) if part)
-        return Documents(tuple(lengths), packed_positions(lengths), spans)
+        """The layout of documents of these lengths, on the CPU."""
+        return Documents(tuple(lengths), packed_positions(lengths), tiles_of(lengths))
 
 
 def packed_logprobs(
@@ -213,7 +185,9 @@ def _after_attention(
 ) -> Tensor:
     """Output projection, feed-forward part and both residuals, [T, H]."""
     hidden = hidden + F.linear(attended, output, bias)
-    gate, up = F.linear(_norm(hidden, post_norm, epsilon), gate_up).chunk(2, -1)
+    x = _norm(hidden, post_norm, epsilon)
+    # Two products: the gradient of a joined one is joined by a kernel that reads its inputs twice.
+    gate, up = (F.linear(x, weight) for weight in gate_up.chunk(2))
     return hidden + F.linear(F.silu(gate) * up, down)
 
 
@@ -316,11 +290,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) 
     Returns:
         [T, heads, head_dim].
 
-    Source: variable-length FlashAttention (Dao, 2023) on a GPU in half precision; otherwise one
-    call of torch's attention for each document.
+    On a GPU in half precision by `packed_attention`; otherwise one call of torch's attention for
+    each document.
     """
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        return _by_spans(_attend_on_card, q, k, v, documents, scale)
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if q.is_cuda and half and q.shape[-1] in HEAD_SIZES:
+        from .packed_attention import packed_attention  # needs Triton
+
+        return packed_attention(q, k, v, documents.tiles, scale)
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -330,32 +307,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) 
         for q, k, v in zip(*parts, strict=True)
     ]
     return torch.cat(attended)  # [T, heads, head_dim]
-
-
-def _by_spans(
-    kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, at: Documents, scale: float
-) -> Tensor:
-    tokens = [span.tokens for span in at.spans]
-    parts = zip(at.spans, *(x.split(tokens) for x in (q, k, v)), strict=True)
-    attended = [kernel(*part, scale) for part in parts]
-    return attended[0] if len(attended) == 1 else torch.cat(attended)
-
-
-def _attend_on_card(span: Span, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    bounds, longest = span.bounds, span.longest
-    return _varlen_attention()(
-        q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0)
-    )
-
-
-@functools.cache
-def _varlen_attention() -> Callable[..., Any]:
-    from torch.nn.attention.varlen import varlen_attn  # needs a recent torch
-
-    # The kernels always share keys and values among heads; later versions require the flag.
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        return functools.partial(varlen_attn, enable_gqa=True)
-    return varlen_attn
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

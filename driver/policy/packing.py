@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+TILE = 64  # rows of a tile
 
 
 def pack(lengths: Sequence[int], budget: int, first: int = 0) -> list[list[int]]:
@@ -37,7 +40,7 @@ def pack(lengths: Sequence[int], budget: int, first: int = 0) -> list[list[int]]
     return [sorted(row, key=lambda i: -lengths[i]) for row in rows]
 
 
-def packed_positions(lengths: Sequence[int]) -> Tensor:
+def packed_positions(lengths: Sequence[int] | np.ndarray) -> Tensor:
     """Positions that start at 0 in every document.
 
     Args:
@@ -50,4 +53,27 @@ def packed_positions(lengths: Sequence[int]) -> Tensor:
         >>> packed_positions([2, 3])
         tensor([[0, 1, 0, 1, 2]])
     """
-    return torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)  # [1, T]
+    ends = np.cumsum(lengths)  # [D]
+    begins = (ends - lengths).repeat(lengths)  # [T]
+    return torch.from_numpy(np.arange(ends[-1]) - begins).unsqueeze(0)  # [1, T]
+
+
+def tiles_of(lengths: Sequence[int]) -> Tensor:
+    """The tiles of packed documents, those at the end of long documents first.
+
+    Args:
+        lengths: tokens of each document of the row.
+
+    Returns:
+        int32 [tiles, 3]: the begin and the length of a tile's document, and the tile's index in it.
+
+    Example:
+        >>> tiles_of([100, 5]).tolist()
+        [[0, 100, 1], [0, 100, 0], [100, 5, 0]]
+    """
+    tokens = np.array(lengths)  # [D]
+    counts = -(-tokens // TILE)  # [D]
+    index = packed_positions(counts)[0].numpy()  # [tiles]
+    begin = tokens.cumsum() - tokens  # [D]
+    tiles = np.stack([begin.repeat(counts), tokens.repeat(counts), index], 1)  # [tiles, 3]
+    return torch.from_numpy(tiles[np.argsort(-index, kind="stable")].astype(np.int32))

@@ -25,7 +25,6 @@ from ..model.spec import DTYPES, ModelSpec
 from ..policy import logprobs
 from ..policy.host_moments import BLOCK_NUMBERS, MOMENTS, RING
 from ..policy.host_weights import LAYERS_AHEAD
-from ..policy.packed_forward import LONG_TOKENS
 from ..policy.weights import SUM_BYTES, is_sharded
 from ..rollout.pages import pages_for
 from ..rollout.plan import BucketPlan, draft_bytes
@@ -116,7 +115,6 @@ class RunShape:
             spec.dtype,
             checkpointing=config.grpo.checkpointing,
             on_card=on_card,
-            separate=longest >= LONG_TOKENS,
             sharded=sharded,
             from_host=on_card and offload == "all" and not sharded,
         )
@@ -150,7 +148,6 @@ class Row:
     # Heads share keys and values, the result has one copy less, and the compiled backward pass
     # computes elementwise results again.
     on_card: bool = True
-    separate: bool = False  # on a card: the attention call of long documents copies the result
     sharded: bool = False  # FSDP2 gathers the weights of a layer and scatters its gradients
     from_host: bool = False  # weights arrive from host memory, and gradients leave
 
@@ -183,7 +180,7 @@ def layer_bytes(spec: ModelSpec, row: Row) -> int:
     """Bytes that one layer of the policy saves for its backward pass."""
     size, qkv = row.dtype.itemsize, spec.q_dim + 2 * spec.kv_dim
     # Queries, keys, values and the result.
-    saved = qkv + (2 if row.separate else 1) * spec.q_dim if row.on_card else 5 * spec.q_dim
+    saved = qkv + spec.q_dim if row.on_card else 5 * spec.q_dim
     attention = size * saved + FLOAT_BYTES * spec.num_heads
     if spec.qk_norm:
         attention += qk_norm_bytes(spec, row)

@@ -17,7 +17,7 @@ from driver.policy import grpo, packed_forward
 from driver.policy import trainer as trainer_module
 from driver.policy.micro_batch import build_micro_batch, without_responses
 from driver.policy.order import in_order
-from driver.policy.packing import pack
+from driver.policy.packing import TILE, pack, tiles_of
 from driver.policy.trainer import PolicyTrainer
 from driver.rollout.request import Request, Response, SamplingParams
 from tests import kit
@@ -434,6 +434,16 @@ def test_packing_keeps_each_document_once_within_the_budget():
     assert pack([], 10) == []
     assert pack([3, 4, 5, 6, 30, 1, 2], 12, first=8) == [[1, 0], [3, 2], [4], [6, 5]]
     assert pack([3, 4, 5, 6], 8, first=12) == pack([3, 4, 5, 6], 8)
+
+
+def test_tiles_cover_each_document_once_and_the_most_work_comes_first():
+    lengths = [1, TILE, TILE + 1, 3 * TILE + 5, 2]
+    begins = [sum(lengths[:i]) for i in range(len(lengths))]
+    tiles = tiles_of(lengths).tolist()
+    documents = zip(begins, lengths, strict=True)
+    assert sorted(tiles) == [[at, n, i] for at, n in documents for i in range(-(-n // TILE))]
+    indices = [index for *_, index in tiles]
+    assert indices == sorted(indices, reverse=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
