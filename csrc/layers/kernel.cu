@@ -2,10 +2,11 @@
 // silu_mul: out[r, i] = silu(x[r, i]) * x[r, dim + i].
 //
 // One block owns one row of the norm, so its bits never depend on how many rows there are; the
-// order of its sum is in device.cuh (float32: the CPU's). The second read of x hits L1. One thread
-// owns one 16-byte chunk of the activation. Both read and write each element once: 2 (norm) and 3
-// (activation) times rows * dim elements. Rows that are not 16-byte aligned are read element by
-// element, in the same order. Any dim; float32, float16, bfloat16.
+// order of its sum is in device.cuh (float32: the CPU's). One warp sums the squares of a row, which
+// all warps have requested, while they load the weight. One thread owns one 16-byte chunk of the
+// activation. Both read and write each element once: 2 (norm) and 3 (activation) times rows * dim
+// elements. Rows that are not 16-byte aligned are read element by element, in the same order. Any
+// dim; float32, float16, bfloat16.
 #include "common/cuda.h"
 #include "layers/device.cuh"
 #include "layers/op.h"
@@ -19,11 +20,23 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     rms_norm_kernel(const RmsNormParams p, const bool aligned) {
   launch_dependents();
-  wait_for_prior_grid();
   const int dim = static_cast<int>(p.dim);
-  const T* x = static_cast<const T*>(p.x) + blockIdx.x * p.x_stride;
   const T* weight = static_cast<const T*>(p.weight);
+  constexpr int kLine = 128 / sizeof(T), kSize = Chunk<T>::kSize, kStep = kThreads * kSize;
+  for (int k = threadIdx.x * kLine; k < dim; k += kThreads * kLine) prefetch_line(weight + k);
+  wait_for_prior_grid();
+  const T* x = static_cast<const T*>(p.x) + blockIdx.x * p.x_stride;
   T* out = static_cast<T*>(p.out) + blockIdx.x * p.out_stride;
+  // A thread's first chunks are loaded while one warp sums the squares.
+  constexpr int kHeld = 2;
+  Chunk<T> held[kHeld], held_weight[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int k = threadIdx.x * kSize + i * kStep;
+    if (k >= dim) break;
+    held[i] = load_chunk(x, k, dim, aligned);
+    held_weight[i] = load_chunk(weight, k, dim, aligned);
+  }
   __shared__ float shared_scale;
   if (threadIdx.x < kWarpSize) {
     const float squares = warp_squares(x, dim, aligned);
@@ -31,11 +44,19 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   const float scale = shared_scale;
-  constexpr int kSize = Chunk<T>::kSize;
-  for (int k = threadIdx.x * kSize; k < dim; k += kThreads * kSize) {
-    Chunk<T> chunk = load_chunk(x, k, dim, aligned);
-    norm_chunk(chunk, scale, load_chunk(weight, k, dim, aligned));
+  const auto store = [&](int k, Chunk<T>& chunk, const Chunk<T>& of_weight) {
+    norm_chunk(chunk, scale, of_weight);
     store_chunk(out, k, dim, aligned, chunk);
+  };
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int k = threadIdx.x * kSize + i * kStep;
+    if (k >= dim) return;
+    store(k, held[i], held_weight[i]);
+  }
+  for (int k = threadIdx.x * kSize + kHeld * kStep; k < dim; k += kStep) {
+    Chunk<T> chunk = load_chunk(x, k, dim, aligned);
+    store(k, chunk, load_chunk(weight, k, dim, aligned));
   }
 }
 

@@ -141,7 +141,7 @@ def test_few_rows_of_many_weights_have_the_bits_of_few_weights(dtype):
 
 @SANITIZE
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize(("rows", "dim"), [(1, 1), (3, 577), (5, 1536)])
+@pytest.mark.parametrize(("rows", "dim"), [(1, 1), (3, 577), (5, 1536), (2, 5001)])
 def test_norm_and_activation_agree_with_the_cpu(dtype, rows, dim):
     x = 4 * kit.randn(rows, 2 * dim, seed=0, dtype=dtype)
     weight = kit.randn(dim, seed=1, dtype=dtype)
