@@ -71,7 +71,8 @@ class HostWeights:
         sums = [(self._sums[weight], weight.grad is None) for weight in weights]
         for weight, (total, _) in zip(weights, sums, strict=True):
             weight.grad = total
-        shares = [share.contiguous() for share in shares]
+        # float32, which the host adds faster. Another stream would wait for the device to be idle.
+        shares = [share.float().contiguous() for share in shares]
         ready = self._backend.current_stream().record_event()
         self._adding.append(self._adder.submit(self._add, sums, shares, ready))
         self.wait(LAYERS_AHEAD)
@@ -102,8 +103,7 @@ class HostWeights:
                     self._land(*pending.popleft())
                 place = next(places)[: len(piece)]
                 with self._backend.stream(self._leave):
-                    # The host adds float32 faster, and the bus has room in this direction.
-                    place.copy_(piece.float(), non_blocking=True)
+                    place.copy_(piece, non_blocking=True)
                     pending.append((sum_piece, place, first, self._leave.record_event()))
         while pending:
             self._land(*pending.popleft())

@@ -217,7 +217,9 @@ def transit_bytes(spec: ModelSpec, row: Row) -> dict[str, int]:
     if not row.sharded:
         found = {"copies of embedding and head": size * head} if row.copies else {}
         if row.from_host:
-            found["gradients that leave"] = size * LAYERS_AHEAD * layer_numbers(spec)
+            layers = LAYERS_AHEAD * layer_numbers(spec)
+            outer = head * (1 if spec.tie_word_embeddings else 2)
+            found["gradients that leave"] = FLOAT_BYTES * max(layers, outer)
         return found
     outer = head * (1 if spec.tie_word_embeddings else 2)
     # Two layers are gathered; the gradients of one are there, and are reduced in float32.
