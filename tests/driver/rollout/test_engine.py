@@ -274,7 +274,8 @@ def test_repeated_prefill_is_counted(rollout, monkeypatch):
 
 def test_a_pass_that_emits_nothing_ends_the_rollout(rollout, monkeypatch):
     """A damaged page table is an error with the status of the request, not an endless loop."""
-    monkeypatch.setattr("driver.rollout.request.RunningRequest.remaining", 0)
+    none = property(lambda state: int(state.context_len == 0))  # from its first pass on
+    monkeypatch.setattr("driver.rollout.request.RunningRequest.remaining", none)
     with pytest.raises(RuntimeError, match="request 1000 emitted nothing in a pass"):
         generate(rollout, requests(count=1))
 
