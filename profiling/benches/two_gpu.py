@@ -83,7 +83,7 @@ def run(bench: Bench) -> None:
         if bench.wanted(f"tensor parallel, {shape}"):
             with bench.part(f"tensor parallel, {shape}"):
                 book_shared(bench, shape, share(shape, 1 if bench.quick else tokens))
-    seconds = {}
+    seconds = {row["case"]: row["median_us"] / 1e6 for row in bench.known if row["case"] in ARMS}
     words = bench.words
     arms = {arm: ARMS[arm] for arm in ARMS if bench.wanted(arm)}
     if arms and load_config(words).warmup.keep:
