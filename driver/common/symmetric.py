@@ -22,23 +22,16 @@ class SymmetricArrays:
     With two instances that alternate a rank writes its next sums while others read its last ones.
     All ranks make the same calls, on one stream each.
 
-    Attributes:
-        rank: of this process in the group.
-        arrays: by rank, [rows, width].
-        flags: by rank, of `tlt_ext.fold_partials`.
-        timeout_s: of a wait for another rank; then the kernel ends with an error.
-        memory: of this rank, and its handle.
-
     Example:
         >>> tlt_ext.linear_rows(x, weight, sums.own(rows), parts=4)  # doctest: +SKIP
         >>> sums.fold(rows, out, residual=hidden)                    # doctest: +SKIP
     """
 
-    rank: int
-    arrays: Sequence[Tensor]
-    flags: Sequence[Tensor]
-    timeout_s: float
-    memory: tuple[Tensor, Any]
+    rank: int  # of this process in the group
+    arrays: Sequence[Tensor]  # by rank, [rows, width]
+    flags: Sequence[Tensor]  # by rank, of `tlt_ext.fold_partials`
+    timeout_s: float  # of a wait for another rank; then the kernel ends with an error
+    memory: tuple[Tensor, Any]  # of this rank, and its handle
 
     @staticmethod
     def allocate(
@@ -51,8 +44,7 @@ class SymmetricArrays:
     ) -> tuple[SymmetricArrays, ...]:
         """`count` instances that share flags, for up to `rows` rows; a collective call.
 
-        Raises:
-            RuntimeError: the processes cannot share memory of their GPUs.
+        Raises RuntimeError if the processes cannot share memory of their GPUs.
         """
         # Nothing here uses multicast memory, which fails on hosts without a fabric manager.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"

@@ -55,12 +55,9 @@ class World:
     def join(device: str, timeout_s: float) -> World:
         """Joins the ranks that torchrun started; without torchrun there is a single rank.
 
-        Args:
-            device: `cpu`, or `cuda` for the card with this rank's local number.
-            timeout_s: how long a rank waits for the others before it fails.
-
-        Raises:
-            UserError: too few cards, or the other ranks did not join.
+        `device` is `cpu`, or `cuda` for the card with this rank's local number; `timeout_s` is how
+        long a rank waits for the others. Raises UserError if there are too few cards, or the others
+        did not join.
         """
         size = _from_environment("WORLD_SIZE", 1)
         if size == 1:
@@ -152,10 +149,9 @@ class World:
 
     @contextlib.contextmanager
     def waiting(self, ranks: Sequence[int] = ()) -> Iterator[None]:
-        """A wait for other ranks; a UserError names those that are lost or late.
+        """A wait for `ranks`; a UserError names those that are lost or late.
 
-        Args:
-            ranks: all that take part; () = those that have not reached the last collective call.
+        () = those that have not reached the last collective call.
         """
         phase = self._phase
         try:
@@ -246,8 +242,7 @@ def share_state(
     Pickled tensors of a card would be restored on the card of the source.
 
     Args:
-        state: tensors, numbers, strings, None, and lists and dicts of these; ignored on other
-            ranks.
+        state: tensors, numbers, strings, None, lists and dicts of these; ignored on other ranks.
         source: global rank.
         device: of the returned tensors on this rank.
         group: None = all ranks.

@@ -36,20 +36,17 @@ class PolicyTrainer:
     """GRPO updates of a causal language model, in place.
 
     The optimizer works on float32 parameters. Several ranks hold a part each, or all of them.
+    Raises ValueError if `kl_coef` is set without `load_reference`, or the model is in float16, in
+    which small gradients become 0.
 
     Args:
-        model: a module like `transformers.LlamaForCausalLM` with sdpa attention, in the dtype of
-            its passes; see `PolicyWeights`.
+        model: like `transformers.LlamaForCausalLM` with sdpa attention; see `PolicyWeights`.
         cfg: the `grpo.*` part of the configuration.
         load_reference: returns the reference policy; called only when `cfg.kl_coef` is not 0.
-        world: ranks that share the work of each update. All ranks call `update` with the same
-            responses and end with the same policy.
+        world: ranks that share the work. All call `update` with the same responses and end with the
+            same policy.
         device: of the updates; None = the model's. If ranks share the parameters, the model may be
             in host memory before.
-
-    Raises:
-        ValueError: `kl_coef` is set without `load_reference`, or the model is in float16, in which
-            small gradients become 0.
 
     Example:
         >>> trainer = PolicyTrainer(model, cfg.grpo)                # doctest: +SKIP
@@ -106,23 +103,18 @@ class PolicyTrainer:
         keep: Sequence[bool] | None = None,
         ahead: Sequence[Ahead] | None = None,
     ) -> dict[str, float]:
-        """Train on one step's responses.
+        """Trains on one step's responses; returns metrics by their names in the log.
 
         Args:
-            responses: of this step, sampled without top-k and top-p. Siblings share
-                `request.group`.
+            responses: sampled without top-k and top-p. Siblings share `request.group`.
             rewards: raw reward of each response.
-            keep: which responses are trained on (None: all). The update is that of a batch without
-                the others. These count in the metrics of rewards and lengths only.
+            keep: which responses are trained on (None: all). The others count in the metrics of
+                rewards and lengths only.
             ahead: micro-batches whose gradients are in the sums already (`EarlyGradients`). If the
                 update does not begin with them, the sums are discarded.
 
-        Returns:
-            Metrics by their names in the log.
-
-        Raises:
-            ValueError: no responses, rewards that do not match them, repeated request ids, an empty
-                prompt, or responses sampled with filters on.
+        Raises ValueError for no responses, rewards that do not match them, repeated request ids, an
+        empty prompt, or responses sampled with filters on.
         """
         raw = torch.tensor(grpo.check_rewards(rewards, len(responses)), dtype=torch.float64)  # [N]
         check_responses(responses)
@@ -190,15 +182,14 @@ class PolicyTrainer:
     def backward(
         self, batches: Iterable[MicroBatch], advantages: Tensor
     ) -> tuple[list[MicroBatch], list[grpo.PolicyLoss]]:
-        """Add the gradient of one optimizer minibatch to the parameters' gradients, as a sum.
+        """Adds the gradient of one optimizer minibatch to the parameters' gradients, as a sum.
 
         Args:
-            batches: the minibatch, or this rank's part of it, cut in any way. A batch without old
-                log-probs gets the ones computed here.
+            batches: the minibatch, or this rank's part of it, cut in any way. One without old
+                log-probs gets those computed here.
             advantages: float32 [N], of all responses of the step.
 
-        Returns:
-            The micro-batches with old log-probs, and the share of each.
+        Returns the micro-batches with old log-probs, and the share of each.
         """
         seen, shares = [], []
         for batch in batches:

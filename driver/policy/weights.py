@@ -1,10 +1,8 @@
 """The weights that the optimizer updates: float32, whole on each rank or sharded with FSDP2.
 
-Forward and backward passes run in the dtype that the model was loaded in. In half precision they
-use transient copies, a layer at a time: `packed_logprobs` makes them of whole weights, FSDP2 of
-sharded ones. Whole weights have their own way because the hooks of FSDP2 cost the host about two
-milliseconds a layer and micro-batch, and the update of a small model waits for the host
-(docs/notes/memory.md).
+In half precision, passes use transient copies, a layer at a time: `packed_logprobs` makes them of
+whole weights, FSDP2 of sharded ones. Whole weights have their own way because the hooks of FSDP2
+cost the host about two milliseconds a layer and micro-batch (docs/notes/memory.md).
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ class PolicyWeights:
     """The parameters of a model for an optimizer.
 
     Args:
-        model: in the dtype of its forward and backward passes, the same on all ranks. It is trained
-            in place; parameters in half precision become float32.
+        model: in the dtype of its passes, the same on all ranks. It is trained in place;
+            parameters in half precision become float32.
         world: ranks that share the work of an update.
         offload: what is kept in host memory: "moments", Adam's, or "all", parameters and gradients
             too. The optimizer runs on the device.
@@ -174,15 +172,8 @@ class PolicyWeights:
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, lr: float) -> Tensor:
         """Clips the gradients, updates the parameters and clears the gradients.
 
-        A gradient that is not finite is skipped with a warning.
-
-        Args:
-            optimizer: over `params`.
-            max_norm: bound of the gradient's norm.
-            lr: learning rate of this step.
-
-        Returns:
-            The gradient's norm before clipping, float [].
+        Returns the gradient's norm before clipping, float []. One that is not finite is skipped
+        with a warning. The optimizer is over `params`.
         """
         with self.together():
             clip = functools.partial(nn.utils.clip_grad_norm_, self.params)
@@ -235,11 +226,8 @@ class PolicyWeights:
     def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
         """What this rank holds of the parameters and of the moments, without copies.
 
-        Args:
-            optimizer: over `params`; it has no moments before its first step.
-
-        Returns:
-            "weight" and the names of the moments -> name of the parameter -> tensor.
+        "weight" and the names of the moments -> name of the parameter -> tensor; there are no
+        moments before the first step.
         """
         found = {"weight": {name: local(param) for name, param in self.named.items()}}
         for moment in MOMENTS:
@@ -256,10 +244,7 @@ class PolicyWeights:
         return {kind: {n: x for n, x in of.items() if n in mine} for kind, of in found.items()}
 
     def placed(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Any]]:
-        """`tensors`, or copies of them on the host, with their place in the whole tensors.
-
-        `torch.distributed.checkpoint` saves and loads the result.
-        """
+        """`tensors`, or host copies, with their places in the whole tensors, for checkpoints."""
         return {
             kind: {name: self._placed(part, self.named[name]) for name, part in parts.items()}
             for kind, parts in tensors.items()

@@ -1,7 +1,5 @@
 """Whether a run fits into memory, and which settings make it fit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -67,8 +65,7 @@ def fits(config: Config, shape: RunShape, limit_gb: float) -> bool:
 def fitting(config: Config, shape: RunShape, limit_gb: float) -> Changes:
     """The changes that make a run fit and cost least time; {} if none do.
 
-    Settings are changed in the order of their cost until the run fits. Then each, from the most
-    costly on, is set back as far as the run still fits.
+    Settings are changed by rising cost until the run fits, then set back as far as it still fits.
     """
     changes: Changes = {}
     tried: dict[str, list[Any]] = {}

@@ -273,9 +273,9 @@ class Run:
         }
 
     def _parts(self, live: bool) -> Parts:
-        """The trained tensors to write: those that `grpo.offload` keeps in host memory, or others.
+        """The trained tensors to write: from host memory, if `grpo.offload` holds them, or others.
 
-        The former are written from there, and the next update waits until they are.
+        The next update waits until the former are written.
         """
         offloaded = self.config.grpo.offload != "none"
         return {

@@ -230,8 +230,8 @@ class _Start:
     def reference(self, policy: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel:
         """The policy before the first RL step, the reference of the KL term.
 
-        A warm-up within the run trains the policy in place. No other file has its result, so it is
-        saved in the run folder for resumed runs.
+        After a warm-up within the run no other file has it, so the run folder keeps it for resumed
+        runs.
         """
         if self.config.warmup.keep or not self.config.warmup.steps:
             return load_policy(self.config, self.source)[0]
