@@ -36,7 +36,7 @@ LN2: tl.constexpr = tl.constexpr(math.log(2))
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, scale: float) -> Tensor:
     """Attention of q [T, H, D] to k and v [T, K, D] in half precision, [T, H, D]."""
-    return _PackedAttention.apply(q, k, v, tiles, scale)
+    return _PackedAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), tiles, scale)
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -64,7 +64,10 @@ def _launch(
     tokens, num_heads, size = tensors[0].shape
     sizes = {"H": num_heads, "K": tensors[1].shape[1], "D": size, "M": TILE, "N": plan[0]}
     options = {"num_warps": plan[1], "num_stages": plan[2]}
-    kernel[(len(tiles) * heads,)](*tensors, tiles, tokens, scale / math.log(2), **sizes, **options)
+    with torch.cuda.device_of(tiles):
+        kernel[(len(tiles) * heads,)](
+            *tensors, tiles, tokens, scale / math.log(2), **sizes, **options
+        )
 
 
 @triton.jit
