@@ -352,9 +352,7 @@ class GrpoConfig(Section, prefix="grpo."):
     lr: float = setting(1e-4, "learning rate of the policy", above=0)
     warmup_steps: int = setting(0, "steps of linear learning-rate warm-up", low=0)
     clip_low: float = setting(0.2, "the ratio is clipped below at 1 - clip_low", above=0, high=1)
-    clip_high: float = setting(
-        0.0, "the ratio is clipped above at 1 + clip_high; 0: .28 for dapo, else .2", low=0
-    )
+    clip_high: float = setting(0.0, "and above at 1 + clip_high; 0: .28 for dapo, else .2", low=0)
     kl_coef: float = setting(
         0.0, "weight of the KL divergence from the initial policy; 0: no reference model", low=0
     )
@@ -378,8 +376,7 @@ class GrpoConfig(Section, prefix="grpo."):
     )
     shard: str = setting(
         "auto",
-        "each of several ranks holds a part of the float32 state (FSDP2), not all; auto: if the run"
-        " would not fit otherwise, or with grpo.offload",
+        "ranks share the float32 state (FSDP2); auto: with grpo.offload, or if all does not fit",
         words=("auto", "true", "false"),
     )
     max_grad_norm: float = setting(1.0, "the gradient is clipped to this norm", above=0)
