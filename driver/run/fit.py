@@ -66,6 +66,7 @@ def fitting(config: Config, shape: RunShape, limit_gb: float) -> Changes:
     """The changes that make a run fit and cost least time; {} if none do.
 
     Settings are changed by rising cost until the run fits, then set back as far as it still fits.
+    With all weights on the host, each packed row moves them over the bus: long ones are chosen.
     """
     changes: Changes = {}
     tried: dict[str, list[Any]] = {}
@@ -80,6 +81,10 @@ def fitting(config: Config, shape: RunShape, limit_gb: float) -> Changes:
         others = {other: value for other, value in changes.items() if other != key}
         milder = [others, *({**changes, key: value} for value in tried[key])]
         changes = next(some for some in milder if fits(changed(config, some), shape, limit_gb))
+    for factor in (4, 2) if changes.get("grpo.offload") == "all" else ():
+        longer = {**changes, "grpo.micro_batch_tokens": factor * config.grpo.micro_batch_tokens}
+        if fits(changed(config, longer), shape, limit_gb):
+            return longer
     return changes
 
 

@@ -274,7 +274,7 @@ def test_ranks_share_the_optimizer_if_the_run_would_not_fit_otherwise(seven_b):
     ("words", "limit_gb", "wanted"),
     [
         (["grpo.offload=none"], 141, {"grpo.offload": "moments"}),
-        ([], 80, {"grpo.offload": "all"}),
+        ([], 80, {"grpo.offload": "all", "grpo.micro_batch_tokens": 32768}),
         (["grpo.checkpointing=false"], 110, {"grpo.checkpointing": True}),
         (["grpo.checkpointing=false"], 125, {"grpo.micro_batch_tokens": 4352}),
         (["sampling.max_new_tokens=16384"], 110, {"engine.max_batch": 32}),
