@@ -304,7 +304,8 @@ class StepReports:
     def add(self, report: Tensor) -> None:
         """Enqueues a copy to the host of float32 [4]: loss, acceptance, top-1, 1 if finite."""
         if report.is_cuda:
-            copy = torch.empty(4, pin_memory=True).copy_(report, non_blocking=True)
+            copy = torch.empty_like(report, device="cpu", pin_memory=True)
+            copy.copy_(report, non_blocking=True)
             self._queued.append((copy, torch.cuda.current_stream().record_event()))
         else:
             self._queued.append((report.clone(), None))

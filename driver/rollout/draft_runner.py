@@ -229,7 +229,8 @@ class DraftRunner:
     # ---- the layer ------------------------------------------------------------------------------
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = torch.empty(len(hidden), self.spec.draft_vocab, device=hidden.device)
+        shape = len(hidden), self.spec.draft_vocab
+        logits = torch.empty(shape, dtype=torch.float32, device=hidden.device)
         read = self._norm_for(hidden, "norm", "head")
         tlt_ext.linear_rows(**read, weight=self.weights["head"], out=logits, pdl=True)
         return logits

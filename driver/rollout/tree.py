@@ -51,7 +51,7 @@ class NodeStore:
         self.num_verify = num_verify
         self.token, self.depth = ints(batch, capacity), ints(batch, capacity)
         self.parent = ints(batch, capacity) - 1
-        self.score = torch.zeros(batch, capacity, device=device)
+        self.score = torch.zeros(batch, capacity, dtype=torch.float32, device=device)
         self.count = ints(batch)
         self.arrays = tlt_ext.Nodes(self.token, self.parent, self.score, self.depth, self.count)
         self._rows = ints(4, batch * num_verify)

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -36,6 +37,19 @@ SHARED_FREE_SHARE = 0.3  # the same beside a live model, which is trained on the
 BATCH = {"cpu": 16, "cuda": 256}  # default of `max_batch`
 
 
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """torch's defaults inside the block; a program may have set others for its own tensors."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch_defaults()
 def build(
     model: str | PreTrainedModel,
     tokenizer: Tokenizer | str | None,

@@ -71,7 +71,7 @@ class SharedEngine:
         self._check_thread()
         self._check_ready()  # a rollout that waits for `wake` holds the first lock
         self._check(requests)
-        with self._rolling, self._using:
+        with self._rolling, self._using, torch.inference_mode(False), torch.enable_grad():
             self._check_ready()
             self._roller = threading.current_thread()
             if self._final_steps and self.spot is not None:  # documents must not change meanwhile
@@ -249,7 +249,7 @@ class SharedEngine:
         self._check_thread()
         self._check_open()
         device = self.rollout.target.device
-        with self._inbox.between_bursts():
+        with self._inbox.between_bursts(), torch.inference_mode(False), torch.enable_grad():
             if device.type == "cpu":
                 yield
                 return

@@ -1,6 +1,7 @@
 """A session is closed, refuses what it cannot do, and is made from models and folders."""
 
 import asyncio
+import functools
 import gc
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import CancelledError, wait
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -370,6 +372,45 @@ def test_the_cache_takes_a_share_of_the_memory(policy, monkeypatch):
     make["settings"] = [*make["settings"], "engine.num_pages=50"]
     with Session.from_pretrained(policy, **make) as session:
         assert session.engine.cache.num_pages == 50
+
+
+@contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        functools.partial(default_dtype, torch.bfloat16),
+        torch.inference_mode,
+        torch.no_grad,
+    ],
+)
+def test_modes_of_torch_that_a_program_sets_change_nothing(policy, mode):
+    words = ["engine.strategies=off ngram:4,1,5 learned:3,1,4", "bandit.epsilon=1"]
+    make = {"device": "cpu", "max_batch": 4, "train_drafter": True, "settings": words}
+
+    def use():
+        with Session.from_pretrained(policy, **make) as session:
+            first = session.generate(jobs(4, seed=47))
+            assert session.train_drafter(1) > 0
+            session.update_weights(policy.state_dict())
+            assert same(session.generate(jobs(4, seed=47)), first)
+            return first
+
+    plain = use()
+    with mode():
+        found = use()
+    with torch.device("meta"):  # as torch.set_default_device
+        elsewhere = Session.from_pretrained(policy, **make)
+    with elsewhere:
+        assert same(elsewhere.generate(jobs(4, seed=47)), plain)
+    assert same(found, plain)
 
 
 def test_a_session_trains_its_drafter(policy, tmp_path):
