@@ -1,7 +1,5 @@
 """Chains of elementwise operations and reductions as single kernels, by torch.compile."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -23,10 +23,8 @@ class HostWeights:
     The host enqueues the copies of later layers while the device computes, so their weights arrive
     in a ring of float32 pieces. A thread copies gradients to pinned memory and adds them up.
 
-    Args:
-        model: in host memory or on the device, in the dtype of the passes. Its parameters become
-            float32 in pinned memory; buffers move to the device.
-        device: of the passes.
+    `model` is in host memory or on the device, in the dtype of the passes. Its parameters become
+    float32 in pinned memory; buffers move to the device.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:

@@ -1,10 +1,8 @@
 """The policy's forward pass over a packed row, for training, on the layers of a transformers model.
 
-Parameters and roundings are those of the model's own pass. It reads and writes a fraction of the
-memory: a norm is one kernel and a product, keys and values are not repeated for the query heads
-that share them, and RoPE works on halves without copies. There is no [T, T] mask: work grows with
-the sum of the squares of the documents' lengths, and a document's result does not depend on the
-other documents of its row.
+Parameters and roundings are those of the model's own pass, which reads and writes several times the
+memory. There is no [T, T] mask: work grows with the sum of the squares of the documents' lengths,
+and a document's result does not depend on the other documents of its row.
 """
 
 from __future__ import annotations
@@ -57,10 +55,10 @@ def packed_logprobs(
     dtype: torch.dtype | None = None,
     loss_gradient: LossGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response tokens of a packed row, and the entropy at them.
+    """Log-probs of the response tokens of a packed row, and the entropy at them, float32 [M] each.
 
     Args:
-        model: a transformers model of one of `driver.model.families`.
+        model: of one of `driver.model.families`, else a UserError is raised.
         batch: M response tokens, on the model's device.
         checkpointing: keep only the inputs of the layers and recompute the rest in the backward
             pass.
@@ -68,12 +66,6 @@ def packed_logprobs(
         dtype: of the pass; None = the parameters'. Other parameters are copied to it, a layer at a
             time, and their gradients are added to their `grad` in their own dtype.
         loss_gradient: see `token_logprobs`.
-
-    Returns:
-        float32 [M] each.
-
-    Raises:
-        UserError: the model is of another family.
     """
     outer = _outer_weights(model, dtype)
     hidden = _hidden(model, outer, batch.input_ids, batch.documents, checkpointing)
@@ -229,9 +221,8 @@ def _in_dtype(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype | None) -> 
 class _Copies(torch.autograd.Function):
     """Transient copies of weights in another dtype.
 
-    The backward pass adds the gradients to `grad` of the weights, in the dtype of the weights: sums
-    in bfloat16 would lose small shares of micro-batches. One launch serves all weights of a layer,
-    where autograd's own casts and sums need three for each.
+    The backward pass adds gradients to `grad` in the dtype of the weights: sums in bfloat16 would
+    lose small shares. One launch serves a layer, where autograd needs three for each weight.
     """
 
     @staticmethod
@@ -278,20 +269,11 @@ def _add_gradients(weights: Sequence[Tensor], shares: Sequence[Tensor]) -> None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> Tensor:
-    """Causal attention within each document of a packed row.
+    """Causal attention within each document of a packed row, [T, heads, head_dim].
 
-    Args:
-        q: [T, heads, head_dim].
-        k: [T, kv_heads, head_dim]; kv_heads divides heads.
-        v: like k.
-        documents: the layout of the row.
-        scale: factor of the scores.
-
-    Returns:
-        [T, heads, head_dim].
-
-    On a GPU in half precision by `packed_attention`; otherwise one call of torch's attention for
-    each document.
+    `q` is [T, heads, head_dim], `k` and `v` [T, kv_heads, head_dim]; kv_heads divides heads.
+    `scale` is the factor of the scores. On a GPU in half precision by `packed_attention`; otherwise
+    one call of torch's attention for each document.
     """
     half = q.dtype in (torch.float16, torch.bfloat16)
     if q.is_cuda and half and q.shape[-1] in HEAD_SIZES:

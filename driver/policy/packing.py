@@ -1,7 +1,5 @@
 """Packed sequences: documents concatenated in one row, without padding or attention across."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +10,7 @@ TILE = 64  # rows of a tile
 
 
 def pack(lengths: Sequence[int], budget: int, first: int = 0) -> list[list[int]]:
-    """Cut documents into rows of at most `budget` tokens, in the order given.
+    """Cuts documents into rows of at most `budget` tokens, in the order given.
 
     So the rows of the first documents are the first rows of all, but for the last one. In a row the
     longest documents come first. A document longer than the budget gets a row to itself.
@@ -22,8 +20,7 @@ def pack(lengths: Sequence[int], budget: int, first: int = 0) -> list[list[int]]
         budget: tokens in a row.
         first: tokens in the first row, if that is less; 0 = as many.
 
-    Returns:
-        The document indices of each row; each index occurs once.
+    Returns the document indices of each row; each index occurs once.
 
     Example:
         >>> pack([2, 3, 5], 5)
@@ -41,13 +38,7 @@ def pack(lengths: Sequence[int], budget: int, first: int = 0) -> list[list[int]]
 
 
 def packed_positions(lengths: Sequence[int] | np.ndarray) -> Tensor:
-    """Positions that start at 0 in every document.
-
-    Args:
-        lengths: tokens of each document of the row.
-
-    Returns:
-        int64 [1, T], T the sum of `lengths`.
+    """int64 [1, T], positions that start at 0 in every document; `lengths` sum up to T.
 
     Example:
         >>> packed_positions([2, 3])
@@ -61,11 +52,7 @@ def packed_positions(lengths: Sequence[int] | np.ndarray) -> Tensor:
 def tiles_of(lengths: Sequence[int]) -> Tensor:
     """The tiles of packed documents, those at the end of long documents first.
 
-    Args:
-        lengths: tokens of each document of the row.
-
-    Returns:
-        int32 [tiles, 3]: the begin and the length of a tile's document, and the tile's index in it.
+    int32 [tiles, 3]: the begin and the length of a tile's document, and the tile's index in it.
 
     Example:
         >>> tiles_of([100, 5]).tolist()
