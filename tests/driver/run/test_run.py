@@ -280,7 +280,8 @@ def test_checkpoints_of_the_thread_equal_those_written_directly(unbroken, writte
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_offloaded_moments_are_written_from_where_they_are(unbroken, tmp_path, monkeypatch):
+@pytest.mark.parametrize("offload", ["moments", "all"])
+def test_offloaded_parts_are_written_from_where_they_are(unbroken, offload, tmp_path, monkeypatch):
     """Without a copy: the thread waits here until the next update waits for it."""
     waited, copied = threading.Event(), []
     kind, save_parts = start_module.CheckpointWriter, run_module.save_parts
@@ -304,7 +305,7 @@ def test_offloaded_moments_are_written_from_where_they_are(unbroken, tmp_path, m
     monkeypatch.setattr(run_module, "save_parts", late)
     monkeypatch.setattr(kind, "collect", collected)
     monkeypatch.setattr(HostCopies, "take", noted)
-    beside = run(tmp_path, "beside", "run.steps=5", "grpo.offload=moments")
+    beside = run(tmp_path, "beside", "run.steps=5", f"grpo.offload={offload}")
     assert history(beside.folder.path) == history(unbroken.folder.path)
     assert [state["parts"] for state in copied] == [{}] * 4  # on a card the weights
     name = "state/parts/shard-00001-model-00001-of-00001.safetensors"
