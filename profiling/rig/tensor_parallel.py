@@ -5,8 +5,8 @@
 `tokens` is the least number of tokens to compare, in whole rounds of a rollout a strategy. The last
 line of the first rank is JSON: the share of equal tokens, and for each batch the microseconds of a
 pass on one rank and on all, of an exchange, and of one by an all-gather. Weights are random.
-`exchange=gather` exchanges by NCCL although the GPUs share memory, `graphs=loop` repeats passes in
-a graph.
+`exchange=gather` exchanges by NCCL although the GPUs share memory. `graphs=` is `engine.graphs` of
+the ranks.
 """
 
 import json

@@ -9,7 +9,6 @@ from tests.driver.run.test_world import (
     DIES,
     KILLED,
     SAME_EVERYWHERE,
-    WITHIN_A_PASS,
     launch,
     run,
     tokens,
@@ -90,19 +89,29 @@ def test_a_lost_card_is_named(tmp_path, start, how):
     assert code != 0 and "rank 1 (in gen)" in log, log[-3000:]
 
 
+WITHIN_A_PASS = """
+from driver.common.symmetric import SymmetricArrays
+fold, calls = SymmetricArrays.fold, []
+def lost(self, *args, **kwargs):
+    calls.append(args)
+    if RANK == 1 and len(calls) > 100:
+        {how}
+    return fold(self, *args, **kwargs)
+SymmetricArrays.fold = lost
+"""
 BETWEEN_GRAPHS = """
-from driver.rollout.graphs import PassGraphs
-burst, calls = PassGraphs.burst, []
+from driver.rollout.runner import PassRunner
+run, calls = PassRunner.run, []
 def lost(self, *args):
     calls.append(args)
-    if RANK == 1 and len(calls) > 60:
+    if RANK == 1 and len(calls) > 3:
         {how}
-    return burst(self, *args)
-PassGraphs.burst = lost
+    return run(self, *args)
+PassRunner.run = lost
 """
 
 
-@pytest.mark.parametrize(("graphs", "script"), [("off", WITHIN_A_PASS), ("pass", BETWEEN_GRAPHS)])
+@pytest.mark.parametrize(("graphs", "script"), [("off", WITHIN_A_PASS), ("auto", BETWEEN_GRAPHS)])
 @pytest.mark.parametrize(("start", "how"), LOST)
 def test_a_card_lost_within_a_pass_is_named(tmp_path, graphs, script, start, how):
     """The others end although their kernels wait for it."""
