@@ -1,6 +1,6 @@
-// linear_rows and linear_silu_mul for more than 8 rows, or large wide weights, of float16 or
-// bfloat16 on sm_90a, with the bits of the decode kernel (order of the sum: linear.cuh), by tensor
-// copies and wgmma.
+// linear_rows and linear_silu_mul for more than 8 rows, or many weights, of float16 or bfloat16 on
+// sm_90a, with the bits of the decode kernel (order of the sum: linear.cuh), by tensor copies and
+// wgmma.
 //
 // A tile is 64 or 128 weight rows (operand A, 64 to a warpgroup) x 64 to 160 rows of x (operand B).
 // Two warps of one more warpgroup keep a ring of blocks of 64 elements of k filled: one with
