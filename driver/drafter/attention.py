@@ -47,18 +47,15 @@ class Segments:
 def chain_attention(
     q: Tensor, keys: list[Tensor], values: list[Tensor], segments: Segments
 ) -> Tensor:
-    """Attention of unroll step `len(keys) - 1`.
+    """Attention of unroll step `len(keys) - 1`, [T, heads, head_dim].
+
+    Rows whose entry t + j is past their piece hold meaningless numbers. Raises ValueError if
+    FlashAttention is not available and `segments.lengths` is empty.
 
     Args:
         q: [T, heads, head_dim], of entry t + j in row t.
         keys, values: of each step so far, [T, kv_heads, head_dim]; row t of step i is entry t + i.
         segments: pieces of the row; entries of different pieces do not attend to each other.
-
-    Returns:
-        [T, heads, head_dim]. Rows whose entry t + j is past their piece hold meaningless numbers.
-
-    Raises:
-        ValueError: FlashAttention is not available and `segments.lengths` is empty.
     """
     scale = q.shape[-1] ** -0.5
     if q.is_cuda and flash_works(q.device, q.dtype, q.shape[1], keys[0].shape[1], q.shape[2]):

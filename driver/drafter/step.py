@@ -63,14 +63,13 @@ class Bin:
     ) -> tuple[int, list[int]]:
         """Copies pieces in, in the order of the current stream.
 
+        Returns the first row of the current policy, and the lengths of pieces and padding.
+
         Args:
             pieces: at most `most`, of at most `rows` entries.
             version: of the current policy; pieces of the previous one come first.
             share: rows reserved for the previous policy if there are pieces of both.
             rows: computed by the step on a GPU; 0 = all.
-
-        Returns:
-            The first row of the current policy, and the lengths of pieces and padding.
         """
         rows = rows or self.tokens
         old = [p for p in pieces if p.document.target_version != version]

@@ -13,19 +13,14 @@ from .spec import ModelSpec
 
 @dataclass(frozen=True)
 class KvCache:
-    """Keys and values of all layers, in pages that block tables point to.
+    """Keys and values of all layers, in pages that block tables point to."""
 
-    Attributes:
-        k, v: [num_layers, num_pages, page_size, num_kv_heads, head_dim], dtype of the model.
-        features: [num_pages, page_size, feature_size], the first columns of the target's features,
-            addressed by the same block tables; None if there is no drafter.
-        memory: theirs and that of the drafter's pages.
-    """
-
-    k: Tensor
-    v: Tensor
+    k: Tensor  # [num_layers, num_pages, page_size, num_kv_heads, head_dim], dtype of the model
+    v: Tensor  # like k
+    # [num_pages, page_size, feature_size], the first columns of the target's features, addressed by
+    # the same block tables; None if there is no drafter.
     features: Tensor | None
-    memory: ReleasableMemory
+    memory: ReleasableMemory  # theirs and that of the drafter's pages
 
     @staticmethod
     def allocate(

@@ -78,8 +78,7 @@ class ModelSpec:
     def from_folder(folder: str | Path) -> ModelSpec:
         """Reads `config.json` and, if there is one, `generation_config.json`.
 
-        Raises:
-            UserError: a file is missing or malformed, or names something unsupported.
+        Raises UserError if a file is missing or malformed, or names something unsupported.
         """
         folder = Path(folder)
         if not folder.is_dir():

@@ -79,19 +79,13 @@ _KINDS: tuple[tuple[str, Callable[[Any], object], str], ...] = (
 
 @dataclass(frozen=True)
 class Request:
-    """One response to generate.
+    """One response to generate."""
 
-    Attributes:
-        id: 62-bit key of its noise.
-        group: identifies the prompt; siblings share it.
-        resume: an aborted response to this request; it is continued with the tokens of an
-            uninterrupted one.
-    """
-
-    id: int
-    group: int
+    id: int  # 62-bit key of its noise
+    group: int  # identifies the prompt; siblings share it
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    # An aborted response to it, which is continued with the tokens of an uninterrupted one.
     resume: Response | None = field(default=None, compare=False, repr=False)
 
     def check(self, max_len: int, page_size: int, num_pages: int) -> None:

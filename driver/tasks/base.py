@@ -21,30 +21,22 @@ class Prompt:
 
 
 class Task(Protocol):
-    """A source of prompts and rewards.
-
-    Attributes:
-        stop: texts of one token that end a response, besides the model's end token; not used with
-            a chat template.
-        is_message: prompts are messages to a chat model, not texts to continue.
-    """
+    """A source of prompts and rewards."""
 
     name: str
+    # Texts of one token that end a response, besides the model's end token; not used with a chat
+    # template.
     stop: tuple[str, ...] = ()
-    is_message: bool = False
+    is_message: bool = False  # prompts are messages to a chat model, not texts to continue
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """The prompt at `index` (0 or more) of `split`, the same in every run."""
         ...
 
     def reward(self, prompt: Prompt, response: str, finished: bool = True) -> float:
-        """Reward of a response.
+        """Reward of a response, a text without the end token.
 
-        Args:
-            prompt: of the response.
-            response: its text, without the end token.
-            finished: False = the length limit cut it; an answer that may be incomplete does not
-                count.
+        Not `finished`: the length limit cut it; an answer that may be incomplete does not count.
         """
         ...
 
@@ -55,12 +47,8 @@ class Task(Protocol):
     def respond(self, prompt: Prompt, turn: int, text: str) -> str | None:
         """The answer of a tool to a turn, as plain text, or None if the turn ends the response.
 
+        Turns count from 0; `text` has the stop text that ended it, but not the model's end token.
         Called in several threads. Equal arguments must get equal answers.
-
-        Args:
-            prompt: of the response.
-            turn: its number, from 0.
-            text: of the turn, with the stop text that ended it, without the model's end token.
         """
         return None
 

@@ -18,11 +18,9 @@ class OwnTask(Task):
 
     The class needs `prompt(split, index)`, which returns a text, a (text, answer) pair or a
     `Prompt`, and `reward(prompt, response, answer)`, which returns a number; `finished` may be a
-    fourth parameter. `stop`, `demonstration(prompt, answer)`, `is_message` and
-    `respond(prompt, turn, text)`, with `answer` as an optional fourth parameter, are optional.
-
-    Raises:
-        UserError: a method is missing, or a stop text is none.
+    fourth parameter. `stop`, `demonstration(prompt, answer)`, `is_message` and `respond(prompt,
+    turn, text)`, with `answer` as an optional fourth parameter, are optional. Raises UserError if a
+    method is missing, or a stop text is none.
     """
 
     def __init__(self, name: str, task: Any) -> None:
