@@ -144,11 +144,6 @@ class ModelSpec:
         return sum(math.prod(shape) for shape in self.shapes().values())
 
 
-def read_rope(config: Mapping[str, Any]) -> RopeSpec:
-    """The rotary embedding that a `config.json` asks for; UserError as in `from_config`."""
-    return _Reader(config, CONFIG).rope()
-
-
 @dataclass(frozen=True)
 class _Reader:
     """Reads one config; every refusal names the file, the key and the value."""
@@ -264,7 +259,7 @@ class _Reader:
             )
         return frozenset(i for i, flag in enumerate(rotated[:layers]) if not flag)
 
-    def rope(self, family: Family = FAMILIES["LlamaForCausalLM"]) -> RopeSpec:
+    def rope(self, family: Family) -> RopeSpec:
         # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling.
         rope: dict[str, Any] = {}
         for key in ("rope_scaling", "rope_parameters"):

@@ -11,7 +11,7 @@ from driver import export
 from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.drafter.eagle3 import drafter_config, write_drafter
-from driver.model.spec import RopeSpec, read_rope
+from driver.model.spec import ModelSpec, RopeSpec
 from driver.model.target import default_feature_layers
 from driver.rollout.draft_runner import DraftRunner
 from driver.run.collector import Collector
@@ -50,12 +50,16 @@ def test_a_round_trip_keeps_every_bit(parts, tmp_path):
     assert torch.equal(runner.d2t, parts.runner.d2t)
 
 
+def rope_of(config):
+    return ModelSpec.from_config(config | {"architectures": ["LlamaForCausalLM"]}).rope
+
+
 def test_a_drafter_rotates_as_a_smollm3_does_where_it_has_rope(parts):
     """The drafter's one layer has RoPE, whatever layers of the target have none."""
     target = random_model("smollm3")
     layers = parts.target.feature_layers
     config = drafter_config(parts.drafter.spec, target.config.to_dict(), layers, torch.float32)
-    assert read_rope(config) == spec_of(target).rope == RopeSpec(theta=2e6)
+    assert rope_of(config) == spec_of(target).rope == RopeSpec(theta=2e6)
     assert config["rope_theta"] == 2e6 and "no_rope_layers" not in config
 
 
@@ -93,7 +97,7 @@ def test_names_and_keys_are_those_of_the_serving_loaders(parts, tmp_path):
     layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert layers == list(parts.target.feature_layers)
     assert config["rope_theta"] > 0 and config["hidden_act"] == "silu"
-    assert read_rope(config) == target.rope and config["rms_norm_eps"] == target.rms_norm_eps
+    assert rope_of(config) == target.rope and config["rms_norm_eps"] == target.rms_norm_eps
     assert config["rope_scaling"]["rope_type"] == "llama3"  # the target's own
 
 
