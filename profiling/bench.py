@@ -15,6 +15,7 @@ import os
 import pkgutil
 import platform
 import re
+import shlex
 import signal
 import sys
 import time
@@ -247,7 +248,8 @@ def main(argv: list[str] | None = None) -> int:
     flags = ["--quick"] * args.quick + (["--only", args.only] if args.only else [])
     flags += [word for setting in args.set for word in ("--set", setting)]
     flags += args.options
-    failed = run_one(module, args, " ".join(["python -m profiling.bench", args.name, *flags]))
+    command = f"python -m profiling.bench {shlex.join([args.name, *flags])}"
+    failed = run_one(module, args, command)
     if failed:
         say(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
