@@ -108,10 +108,10 @@ def measure(
             both.append(round(pass_us(rollout, subject, batch), 2))
         found["us"][batch] = both + (exchanges_us(shared, batch) if world.device != "cpu" else [])
         note(f"{batch} rows: {found['us'][batch]} us")
-    equal = Arm("tensor parallel")
-    rounds = 0
+    equal, rounds = Arm("tensor parallel"), 0
+    length = TOKENS if tokens > 1 else TOKENS // 2
     while equal.tokens < tokens:
-        work = subject, BATCHES[-1], TOKENS, rounds
+        work = subject, BATCHES[-1], length, rounds
         wanted = responses(one, *work)
         for arm in (OFF, *parse_strategies(STRATEGIES)):
             shared.fix(arm)

@@ -64,7 +64,7 @@ SMALL = """
 import sys
 from profiling.rig import subjects, tensor_parallel
 tensor_parallel.SHAPES["qwen2_7b"] = subjects.qwen2(512, 1024, 2, 8, 2, vocab_size=1024)
-tensor_parallel.BATCHES, tensor_parallel.TOKENS, tensor_parallel.TIMED_TOKENS = (1, 2), 6, 4
+tensor_parallel.BATCHES, tensor_parallel.TOKENS, tensor_parallel.TIMED_TOKENS = (1, 2), 12, 4
 tensor_parallel.WORDS += ["drafter.draft_vocab=64", "engine.max_batch=4"]
 sys.argv[1] = "device=cpu"
 tensor_parallel.main()
