@@ -64,9 +64,9 @@ def current_commit() -> str:
     return head + ("+" if changed else "")
 
 
-def needs_cuda(module: ModuleType) -> bool:
-    """Whether a benchmark measures the card (`NEEDS_CUDA = False`: the CPU)."""
-    return getattr(module, "NEEDS_CUDA", True)
+def needs_cuda(module: ModuleType, only: str = "") -> bool:
+    """Whether a benchmark, or the part that `--only` names, measures the card, not the CPU."""
+    return getattr(module, "NEEDS_CUDA", True) and only not in getattr(module, "CPU_PARTS", ())
 
 
 def needs_warm_start(module: ModuleType) -> bool:
@@ -104,7 +104,8 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
     if args.profile:
         module.run(bench)
         return bench.failed
-    if needs_cuda(module):
+    on_card = needs_cuda(module, args.only)
+    if on_card:
         bench.copy_gb_per_s = timing.copy_bandwidth()
         about["copy_gb_per_s"] = round(bench.copy_gb_per_s, 1)
         about["empty_graph_us"] = round(timing.empty_graph_us(), 3)
@@ -112,7 +113,7 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
             f"{about['card']}: copy {about['copy_gb_per_s']} GB/s, "
             f"empty graph {about['empty_graph_us']} us"
         )
-    folder = args.out / (card_folder(about["card"]) if needs_cuda(module) else CPU)
+    folder = args.out / (card_folder(about["card"]) if on_card else CPU)
     path = (folder / "quick" if args.quick else folder) / f"{args.name}.json"
     if args.add and path.exists():
         bench.known = load(path)["rows"]
@@ -242,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     module = modules[args.name]
     if args.options and not hasattr(module, "OPTIONS"):
         parser.error(f"{args.name} does not take {' '.join(args.options)}")
-    if needs_cuda(module) and not torch.cuda.is_available():
+    if needs_cuda(module, args.only) and not torch.cuda.is_available():
         say("profiling.bench: no CUDA device")
         return 1
     flags = ["--quick"] * args.quick + (["--only", args.only] if args.only else [])

@@ -9,8 +9,8 @@ has 16 responses of 1,024 tokens, in the same pages and packed rows; it decides 
 `decode 32k` rolls out 16 requests up to 32,768 tokens, greedily: random weights then repeat
 themselves, so n-gram drafts are accepted. `median_us` is a pass, of `off` over its last 512, and
 `over_bytes` its time over that of reading weights and KV cache at the copy bandwidth. The other
-rows compare tokens, and `bench identity` takes its target from them. `fsdp` compares log-probs of 2
-and 4 ranks with those of one, on the CPU. All of it takes eight minutes.
+rows compare tokens, and `bench identity` takes its target from them. All of it takes eight minutes.
+`--only fsdp --add` compares log-probs of 2 and 4 ranks on the CPU with those of one, without a card.
 """
 
 import gc
@@ -74,6 +74,7 @@ class Long:
     last: int = 512  # passes that are timed
 
 
+CPU_PARTS = ("fsdp",)
 OPTIONS = {"short": False, "new": Long.new}  # new tokens of decode 32k
 
 
@@ -98,7 +99,7 @@ def run(bench: Bench) -> None:
             with bench.part(case):
                 train(bench, case, shape, steps, saves, [*words, FEW_GRAPHS, *bench.settings])
             free()
-    if bench.wanted("fsdp"):
+    if bench.only in CPU_PARTS:
         bench.got["fsdp_logprobs_bit_equal"] = min(fsdp(bench, ranks) for ranks in (2, 4))
     if any(bench.wanted(f"decode 32k {arm}") for arm in (OFF, *ARMS)):
         words = ["preset=h100", "model.dtype=bfloat16", *bench.settings]

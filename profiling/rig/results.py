@@ -131,10 +131,10 @@ class Target:
 
 
 def known_targets(folder: Path = RESULTS) -> list[Target]:
-    """Every target in the order of the file, with the newest figure of its card."""
+    """Every target in the order of the file, with its newest figure of card or CPU."""
     found = []
     for table, wanted_of in all_targets().items():
-        measured = _newest(folder / (CPU if table == CPU else TARGETS_CARD), table)
+        measured = _newest(folder / CPU, table) | _newest(folder / TARGETS_CARD, table)
         found += [
             Target(table, name, wanted, measured.get(name)) for name, wanted in wanted_of.items()
         ]
