@@ -10,7 +10,7 @@ has 16 responses of 1,024 tokens, in the same pages and packed rows; it decides 
 themselves, so n-gram drafts are accepted. `median_us` is a pass, of `off` over its last 512, and
 `over_bytes` its time over that of reading weights and KV cache at the copy bandwidth. The other
 rows compare tokens, and `bench identity` takes its target from them. All of it takes eight minutes.
-`--only fsdp --add` compares log-probs of 2 and 4 ranks on the CPU with those of one, without a card.
+`--only fsdp --add`, which needs no card, compares log-probs of 2 and 4 ranks with those of one.
 """
 
 import gc
