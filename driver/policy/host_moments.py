@@ -1,5 +1,6 @@
 """Adam's moments in host memory, alone or with weights and gradients; steps on the device."""
 
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -116,7 +117,9 @@ class HostBlocks:
     def __init__(self, numbers: int, pinned: bool) -> None:
         self._left, self._pinned = numbers, pinned
         if pinned:
-            torch._C._accelerator_setAllocatorSettings(PINNED)
+            # torch resets some settings that a call leaves out, so those of the user are repeated.
+            own = (os.environ.get(f"PYTORCH_{name}ALLOC_CONF") for name in ("CUDA_", ""))
+            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (PINNED, *own))))
         self._block = torch.empty(0)
 
     def take(self, shape: torch.Size) -> Tensor:

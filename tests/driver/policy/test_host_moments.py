@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from driver.policy import host_moments
-from driver.policy.host_moments import MOMENTS, HostMoments
+from driver.policy.host_moments import MOMENTS, PINNED, HostBlocks, HostMoments
 from tests import kit
 
 
@@ -44,3 +44,16 @@ def test_steps_have_the_bits_of_the_optimizer(device, monkeypatch):
         moved.step(mine)
         ring = host_moments.RING * len(MOMENTS) * 4 << 19
         assert ring <= torch.cuda.max_memory_allocated() - before <= 1.01 * ring
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("own", ["", "max_split_size_mb:64,garbage_collection_threshold:0.8"])
+def test_pinned_memory_keeps_the_allocator_settings_of_the_user(variable, own, monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if own:
+        monkeypatch.setenv(variable, own)
+    made = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", made.append)
+    HostBlocks(1, pinned=True)
+    assert made == [f"{PINNED},{own}" if own else PINNED]
