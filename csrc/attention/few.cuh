@@ -13,7 +13,8 @@ namespace tlt {
 
 constexpr int kFewPairs = 8, kFewWarps = 4;
 
-// What the warps exchange for a tile.
+// What the warps exchange for a tile. Two barriers a tile suffice: maxima are written before the
+// first and read before the second, weights are written between both and read after the second.
 struct FewExchange {
   float max[kFewWarps][kFewPairs];
   float2 weight[kFewPairs][kTile / 2 + 4];  // padded: the reads of a half-warp hit all banks
@@ -48,6 +49,7 @@ class FewTile {
   // Of column tile n of the warp: dimensions 8 n + 2 (lane % 4) and the next one.
   __device__ __forceinline__ const float2& acc(int n) const { return acc_[n]; }
 
+  // Scores the warp's 16 of the keys at `keys`, positions from `key` on.
   __device__ __forceinline__ void fold_keys(int key, uint32_t keys) {
     const int row = warp_ * kStep + lane_ % 8 + lane_ / 16 * 8, chunk = lane_ / 8 % 2;
     float score[2][4] = {};
@@ -64,9 +66,9 @@ class FewTile {
     for (int i = 0; i < 4; ++i) weight_[i] = inside ? score[i / 2][i % 2] : -INFINITY;
   }
 
-  // Turns the scores into weights. Calls `release` when the keys are used: a warp's loads from
-  // shared memory may wait in a queue that its arrival at a barrier and the next tile's copy
-  // overtake.
+  // Turns the scores into weights. Calls `release` once all warps have scores, not right after the
+  // loads of the keys were issued: they may wait in a queue, and the next tensor copy into this
+  // memory would overtake them.
   template <typename F>
   __device__ __forceinline__ void weigh_keys(F&& release) {
     const int pair = lane_ / 4, column = lane_ % 4;
@@ -99,8 +101,9 @@ class FewTile {
     sum_ = fma_rn(sum_, rescale, sum);
   }
 
-  // A pair whose keys have ended keeps its accumulators whatever the values are. A store of sums
-  // keeps the release of the values after their use.
+  // A pair whose keys have ended keeps its accumulators whatever the values are. The store to
+  // `sink`, which is never read, depends on all products, so the caller releases the values after
+  // their use.
   __device__ __forceinline__ void fold_values(int key, uint32_t values, float2* sink) {
     float full[kColumns][4];
 #pragma unroll

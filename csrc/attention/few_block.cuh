@@ -1,5 +1,7 @@
 // A block whose rows have at most eight (row, head) pairs folds its keys with FewTile, four warps
-// together. The pair of a lane is lane / 4.
+// together; other blocks are RowBlocks. Lane 4 m + q of every warp has pair m = row * group + head;
+// of the results its warp has a quarter of the dimensions (FewTile). The results lie where a
+// RowBlock has those of its first warp's low rows, so that the same code finishes and merges them.
 #pragma once
 
 #include "attention/few.cuh"

@@ -54,6 +54,7 @@ struct type_caster<tlt::Tensor> {
                             " bits); expected float16, bfloat16, float32, float64, int32, int64,"
                             " uint8 or bool");
     }
+    // A view of freed storage that has an offset passes: torch adds the offset to the null address.
     if (array.data == nullptr && value.numel() > 0) {
       throw std::invalid_argument(
           "an array has no memory (a fake tensor of torch, or one whose storage was freed)");

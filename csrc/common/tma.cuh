@@ -139,7 +139,8 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity)
 // The cache policy "evict first" of L2, as createpolicy.fractional.L2::evict_first encodes it.
 constexpr uint64_t kEvictFirst = 0x12f0000000000000;
 
-// Copies a box. Its data is not read again soon, so other data stays in L2.
+// Copies a box of data that is streamed. L2 evicts it before instructions, spilled values and
+// partial results.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int x0, int x1,
                                          int x2, int x3, int x4, uint64_t* barrier) {
   asm volatile(

@@ -50,9 +50,10 @@ struct Tile {
   static_assert(kWeightRows * kRows * 4 <= kRingBytes, "sums reuse the ring");
   static_assert(kColumns % kTurnRows == 0 && kColumns % 16 == 0, "rows are transposed in pairs");
   static_assert(kTurn * 4 >= kColumns * 128, "packed outputs are transposed at once");
-  // A warpgroup multiplies 64 weight rows and kColumns rows of x. Those that a stage does not hold
-  // are not stored, but they are read, from the next bytes of shared memory.
-  static_assert((std::max(kRows, 64) - 8) * kLineBytes <= kTurnBytes,
+  // A block multiplies kWeightRows weight rows by kRows rows of x. A stage may hold only 8 of each
+  // (Grid). The others are not stored, but they are read: from the following stages, and behind the
+  // last stage from the memory where tiles are transposed. x begins after at least 8 weight rows.
+  static_assert((std::max(kRows, kWeightRows - 8) - 8) * kLineBytes <= kTurnBytes,
                 "the last stage reads too far");
 };
 
@@ -64,9 +65,9 @@ struct Grid {
   int split;      // blocks of a cluster: 1, 2, 4 or 8
   int tile_rows;  // weight rows of a tile, a multiple of 8; of 16 for gates and ups
   int last_rows;  // rows of x of the last row tile
-  // The ring: a stage holds a block of K of a tile's weight rows, then of its rows of x. With few
-  // rows of x it has room for these only, because a block can load as many weights in advance as
-  // the ring holds.
+  // The ring: a stage holds a block of K of `tile_rows` weight rows, then of up to kRows rows of x.
+  // It has no room for absent ones: the smaller the stages, the more weights a block loads before
+  // the prior kernels end.
   int stages, stage_bytes;
 };
 

@@ -198,6 +198,7 @@ CLUSTERS = {
     "one row": ("9/3x64", [1]),
     "rows of four requests": ("9/3x64", [16, 1, 0, 5]),
     "a request with turns": ("14/2x64", [40, 1, 1, 1, 0, 2, 1]),
+    "a last turn of few pairs": ("14/2x64", [19, 1, 1, 1]),
     "128 dimensions": ("32/8x128", [16]),
     "turns of 128 dimensions": ("8/1x128", [8, 3, 9, 8]),
     "three requests": ("28/4x128", [9, 1, 4]),
@@ -292,6 +293,25 @@ def test_bad_pages_of_a_long_context_are_reported(where, share, shape):
         assert kit.same_bits(out[:5], expected[:5])
         if where < 12:  # page 12 holds in-flight slots 2 and later
             assert (out[5:] == 0).all() and (lse[5:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("slots", [9216, 16384], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("where", [0, 50, 92, 93])  # tile keys in pages 0 to 92, the tail in 93
+def test_bad_pages_of_few_pairs_are_reported(where, share, slots):
+    """Six (row, head) pairs of a request, whose tiles four warps share."""
+    case = make_case([3000, 3000], [2, 2], SHAPES["9/3x64"])
+    table = torch.full((2, slots // 32), -1, dtype=torch.int32, device="cuda")
+    table[:, : case["block_table"].shape[1]] = case["block_table"]
+    case["block_table"] = table
+    expected, _, status = attend(case, share=share)
+    assert not status.any() and not expected.isnan().any()
+    for page in (-1, 2**31 - 1, -(2**31)):
+        table[1, where] = page
+        out, lse, status = attend(case, share=share)
+        assert status.tolist() == [Status.OK, Status.BAD_PAGE]
+        assert kit.same_bits(out[:2], expected[:2])
+        assert (out[2:] == 0).all() and (lse[2:] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("length", [300, 3000])

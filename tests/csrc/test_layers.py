@@ -33,8 +33,9 @@ def test_rms_norm_rows_are_invariant_and_may_be_strided(device):
 
 
 @pytest.mark.parametrize("device", kit.DEVICES)
-def test_rms_norm_in_place_and_empty(device):
-    x, weight = kit.randn(4, 32, seed=0).to(device), torch.ones(32, device=device)
+@pytest.mark.parametrize("dim", [32, 5001])  # chunks that a CUDA thread holds, and more
+def test_rms_norm_in_place_and_empty(device, dim):
+    x, weight = kit.randn(4, dim, seed=0).to(device), torch.ones(dim, device=device)
     expected = reference.rms_norm(x, weight, 1e-6)
     tlt_ext.rms_norm(x, weight, x)
     kit.assert_close(x, expected)

@@ -130,13 +130,19 @@ def test_rows_are_stored_whole_or_by_element_with_the_same_bits(dtype, n, k):
 def test_few_rows_of_many_weights_have_the_bits_of_few_weights(dtype):
     """wgmma multiplies more than 32 M weights, the decode kernel 400 outputs of them."""
     x, _, weight, bias = (t.cuda() for t in inputs(8, 3600, 9480, dtype))
+    residual = kit.randn(8, 3600, seed=4, dtype=dtype).cuda()
     for rows in (1, 5, 8):
-        out = x.new_full((rows, 3600), float("nan"))
-        tlt_ext.linear_rows(x[:rows], weight, out, bias=bias)
+        more = residual[:rows]
+        wide = x.new_full((rows, 3611), float("nan"))
+        whole, by_element = torch.full_like(more, float("nan")), wide[:, 3:3603]
+        for out in (whole, by_element):
+            tlt_ext.linear_rows(x[:rows], weight, out, bias=bias, residual=more)
         for first in range(0, 3600, 400):
             at, part = slice(first, first + 400), x.new_empty(rows, 400)
-            tlt_ext.linear_rows(x[:rows], weight[at], part, bias=bias[at])
-            assert torch.equal(out[:, at], part), (rows, first)
+            tlt_ext.linear_rows(x[:rows], weight[at], part, bias=bias[at], residual=more[:, at])
+            assert torch.equal(whole[:, at], part), (rows, first)
+        assert torch.equal(by_element, whole), rows
+        assert wide[:, :3].isnan().all() and wide[:, 3603:].isnan().all()
 
 
 @SANITIZE
