@@ -1,5 +1,7 @@
 """Policy weights of real ranks on Gloo, sharded and whole, against one rank."""
 
+import copy
+
 import pytest
 import torch
 
@@ -198,6 +200,27 @@ def test_weights_in_host_memory_change_no_bit(checkpointing, dtype, device, monk
         assert plain.keys() == moved.keys() and plain
         for key, value in plain.items():
             assert torch.equal(value.cpu(), moved[key].cpu()), key
+
+
+@pytest.mark.parametrize("offload", ["none", "all"])
+def test_an_update_after_a_failed_one_does_not_add_its_gradients(offload, monkeypatch):
+    model = make_model(torch.float32, "qwen2")
+    responses = make_responses(model)
+    options = Cfg(micro_batch_tokens=40, lr=1e-3, offload=offload)
+    trainer, other = PolicyTrainer(copy.deepcopy(model), options), PolicyTrainer(model, options)
+    passes, logprobs = [], trainer.weights.logprobs
+
+    def fail(*arguments):
+        passes.append(arguments)
+        if len(passes) == 2:
+            raise torch.OutOfMemoryError
+        return logprobs(*arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(trainer.weights, "logprobs", fail)
+        trainer.update(responses, REWARDS)
+    found, expected = trained(trainer, responses), trained(other, responses)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
