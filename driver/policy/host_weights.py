@@ -47,6 +47,7 @@ class HostWeights:
         self._used: deque[Any] = deque(maxlen=len(self._ring))
         self._landed = torch.empty(RING, block, pin_memory=pinned)
         self._arrive, self._leave = self._backend.Stream(), self._backend.Stream()
+        self._arrive.wait_stream(self._backend.current_stream())  # the ring's memory may be in use
         self._adder = ThreadPoolExecutor(1, "gradients")
         self._adding: deque[Future[None]] = deque()
 

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .packing import TILE
 
@@ -49,6 +50,7 @@ class _PackedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, tiles, out, norms = ctx.saved_tensors
         dq, dk, dv, sums = (torch.empty_like(x) for x in (q, k, v, norms))
