@@ -55,6 +55,21 @@ def test_quick_results_have_their_own_folder(cpu_bench, tmp_path):
     assert results.load(quick)["meta"]["command"] == "python -m profiling.bench fake --quick"
 
 
+def test_the_command_of_a_result_can_be_copied_into_a_shell(cpu_bench, tmp_path):
+    bench.main(["fake", "--out", str(tmp_path), "--only", "two words|case"])
+    command = results.load(tmp_path / "cpu" / "fake.json")["meta"]["command"]
+    assert command == "python -m profiling.bench fake --only 'two words|case'"
+
+
+def test_a_part_that_needs_no_card_runs_without_one(cpu_bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
+    cpu_bench.NEEDS_CUDA, cpu_bench.CPU_PARTS = True, ("case",)
+    assert bench.main(["fake", "--out", str(tmp_path)]) == 1
+    assert bench.main(["fake", "--out", str(tmp_path), "--only", "case"]) == 0
+    found = {target.name: target.got for target in results.known_targets(tmp_path)}
+    assert found == {"low_us": 2.0, "high_x": 2.9, "absent": None}
+
+
 def test_some_of_the_cases_do_not_replace_a_result(cpu_bench, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     parser_default = ["fake", "--only", "case", "--out", str(tmp_path)]

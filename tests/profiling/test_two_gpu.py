@@ -97,6 +97,18 @@ def test_without_both_arms_no_target_has_a_figure():
     assert bench.rows == [] and bench.got == {}
 
 
+def test_an_arm_is_compared_with_one_of_an_earlier_result(monkeypatch):
+    def steps_of(bench, arm, ranks, words, steps):
+        bench.add_row(arm, 2e6)
+        return 2.0, [{}, {}]
+
+    monkeypatch.setattr(two_gpu, "steps_of", steps_of)
+    bench = Bench("two_gpu", 1.0, only="two GPUs$", settings=["preset=tiny", "warmup.keep=false"])
+    bench.known = [{"case": "one GPU", "median_us": 3e6}, {"case": "other", "median_us": 1.0}]
+    two_gpu.run(bench)
+    assert bench.got == {"step_over_one_gpu_x": 1.5}
+
+
 def test_a_failing_arm_is_reported_with_its_error(tmp_path):
     with pytest.raises(RuntimeError, match="grpo.lrr: unknown key"):
         two_gpu.train(["preset=tiny", *WORDS, "grpo.lrr=1"], 1, 1, tmp_path)
