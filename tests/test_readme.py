@@ -20,6 +20,7 @@ DOCUMENTS = {
     if path.name != "THIRD_PARTY_NOTICES.md"
 }
 PATH = re.compile(r"`((?:csrc|tlt_ext|driver|tests|profiling|docs|examples)/[\w/.-]*)`")
+NAME_IN = re.compile(r"`((?:tlt_ext|driver)/[\w/]+\.py)`,\s`([\w.]+)`")
 INLINE = re.compile(r"`python -m ([\w.]+)")
 
 
@@ -58,9 +59,19 @@ def test_modules_named_in_text_exist(name):
     assert [module for module in modules if not importlib.util.find_spec(module)] == []
 
 
+@by_document
+def test_functions_named_beside_a_file_are_in_it(name):
+    for path, function in NAME_IN.findall(DOCUMENTS[name]):
+        *classes, last = function.split(".")
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert f"def {last}(" in text, (path, function)
+        assert all(f"class {each}" in text for each in classes), (path, function)
+
+
 def test_the_checks_read_something():
     """The documents have links, paths and commands in the form that the checks look for."""
     assert len(COMMANDS) > 10
+    assert len(NAME_IN.findall(DOCUMENTS["docs/architecture.md"])) > 5
     assert PATH.search(README) and INLINE.search(DOCUMENTS["profiling/README.md"])
 
 
