@@ -23,10 +23,11 @@ from .workspace import Workspace
 
 LayerCache = tuple[Tensor, Tensor, Tensor]  # a layer's keys, values and RoPE table
 
-# When a GPU uses fused ops (docs/notes/layers.md). They are faster for up to FUSED_ROWS rows, and
-# for more rows as long as the weights, which are read once per PIECE_ROWS rows, stay below
-# FUSED_WEIGHTS in total. With more than LARGE_WEIGHTS a separate norm costs nothing: its launch
-# overlaps with the prefetch of the weights, and the linear alone reads them faster.
+# When a GPU uses fused ops (docs/notes/layers.md). They are faster for up to FUSED_ROWS rows. With
+# an append or a gate they are faster for more rows, too, as long as the weights, which are read
+# once per PIECE_ROWS rows, stay below FUSED_WEIGHTS in total. With more than LARGE_WEIGHTS a
+# separate norm costs nothing: its launch overlaps with the prefetch of the weights, and the linear
+# alone reads them faster.
 FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS, LARGE_WEIGHTS = 8, 32, 10 << 20, 32 << 20
 
 # Up to this many rows a linear without a norm also appends, which saves one launch.
@@ -38,13 +39,14 @@ WHOLE_ROWS = 64
 
 
 def fuses(rows: int, weights: int) -> bool:
-    """Whether a GPU fuses the norm or the append into a linear of so many rows and weights."""
+    """Whether a GPU fuses norm and append, or norm and gate, into a linear."""
     return rows <= FUSED_ROWS or -(-rows // PIECE_ROWS) * weights <= FUSED_WEIGHTS
 
 
-def norms(rows: int, weights: int) -> bool:
+def norms(rows: int, weights: int, *, gated: bool = False) -> bool:
     """Whether a GPU fuses the norm into a linear that does not append."""
-    return fuses(rows, weights) and weights <= LARGE_WEIGHTS
+    few = fuses(rows, weights) if gated else rows <= FUSED_ROWS
+    return few and weights <= LARGE_WEIGHTS
 
 
 def appends(rows: int) -> bool:
@@ -57,7 +59,7 @@ def layer_launches(spec: ModelSpec, rows: int) -> int:
     qkv = (spec.q_dim + 2 * spec.kv_dim) * spec.hidden_size
     appended = fuses(rows, qkv) and not spec.qk_norm
     normed = appended or norms(rows, qkv)
-    gated = norms(rows, 2 * spec.intermediate_size * spec.hidden_size)
+    gated = norms(rows, 2 * spec.intermediate_size * spec.hidden_size, gated=True)
     divided = 4 * (rows > WHOLE_ROWS)
     return 6 + (not normed) + (not appended) + (not gated) + divided
 
@@ -197,8 +199,9 @@ class TargetModel(TargetWeights):
         joined = attended.flatten(1)
         self._add_up(0, joined, layer.output, out, bias=layer.output_bias, residual=hidden)
         eps = self.spec.rms_norm_eps
-        read = self.norm_for(out, layer.post_norm, layer.gate_up, eps, self._normed)
-        tlt_ext.linear_silu_mul(**read, weight=layer.gate_up, out=gated, pdl=True)
+        norm, weight = layer.post_norm, layer.gate_up
+        read = self.norm_for(out, norm, weight, eps, self._normed, gated=True)
+        tlt_ext.linear_silu_mul(**read, weight=weight, out=gated, pdl=True)
         self._add_up(1, gated, layer.down, out, residual=out)
 
     def _add_up(self, turn: int, x: Tensor, weight: Tensor, out: Tensor, **addends: Any) -> None:
@@ -220,11 +223,18 @@ class TargetModel(TargetWeights):
         return self.device.type == "cpu" or fuses(rows, weight.numel())
 
     def norm_for(
-        self, x: Tensor, norm: Tensor, weight: Tensor, eps: float, between: Tensor
+        self,
+        x: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        eps: float,
+        between: Tensor,
+        *,
+        gated: bool = False,
     ) -> dict[str, Any]:
         """Arguments for a linear: x and its norm to fuse, or the rows normed into `between`."""
-        large = self.device.type != "cpu" and weight.numel() > LARGE_WEIGHTS
-        if self.fuses(len(x), weight) and not large:
+        inside = self.device.type == "cpu" or norms(len(x), weight.numel(), gated=gated)
+        if inside and self.fuses(len(x), weight):
             return {"x": x, "norm_weight": norm, "eps": eps}
         normed = between[: len(x)]
         tlt_ext.rms_norm(x, norm, normed, eps=eps)

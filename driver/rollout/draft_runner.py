@@ -238,9 +238,11 @@ class DraftRunner:
     # `pdl`: weights are written by torch's copies, and `gather_new_rows`, which begins every draft,
     # starts after those have ended.
 
-    def _norm_for(self, x: Tensor, norm: str, weight: str) -> dict[str, Any]:
-        weights, between = self.weights, torch.empty_like(x)
-        return self.target.norm_for(x, weights[norm], weights[weight], self.spec.rms_eps, between)
+    def _norm_for(
+        self, x: Tensor, norm: str, weight: str, *, gated: bool = False
+    ) -> dict[str, Any]:
+        read = self.weights[norm], self.weights[weight], self.spec.rms_eps, torch.empty_like(x)
+        return self.target.norm_for(x, *read, gated=gated)
 
     @property
     def _features(self) -> Tensor:
@@ -285,7 +287,7 @@ class DraftRunner:
         middle = torch.empty_like(hidden)
         tlt_ext.linear_rows(attended.flatten(1), weights["o"], middle, residual=hidden, pdl=True)
         gated = hidden.new_empty(count, self.spec.intermediate_size)
-        read = self._norm_for(middle, "post_norm", "gate_up")
+        read = self._norm_for(middle, "post_norm", "gate_up", gated=True)
         tlt_ext.linear_silu_mul(**read, weight=weights["gate_up"], out=gated, pdl=True)
         out = torch.empty_like(hidden)
         tlt_ext.linear_rows(gated, weights["down"], out, residual=middle, pdl=True)

@@ -13,7 +13,7 @@ from ..common.memory import FLOAT_BYTES
 from ..config.strategy import OFF, REJECTION, Strategy, parse_strategies
 from ..model.drafter import DraftSpec
 from ..model.spec import ModelSpec
-from ..model.target import LARGE_WEIGHTS, appends, fuses, layer_launches
+from ..model.target import FUSED_ROWS, LARGE_WEIGHTS, appends, fuses, layer_launches
 
 if TYPE_CHECKING:
     from ..config.sections import EngineConfig
@@ -70,8 +70,9 @@ class GraphCost:
             drafted, late = cell.batch * strategy.top_k, cell.batch * (strategy.levels + 1)
             few = fuses(drafted, 2 * spec.intermediate_size * spec.hidden_size)
             first, level = (17, 12)
-            if few and widest <= LARGE_WEIGHTS:  # a long catch-up appends in two
-                first, level = 14 + (not appends(late)), 9 + (not appends(drafted))
+            if few and widest <= LARGE_WEIGHTS:  # many rows append in two, and the head has a norm
+                first = 14 + (not appends(late)) + (cell.batch > FUSED_ROWS)
+                level = 9 + (not appends(drafted)) + (drafted > FUSED_ROWS)
             launches += first + level * (strategy.depth - 1) + CHAIN_LAUNCHES * self.rejection
         return launches
 

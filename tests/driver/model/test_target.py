@@ -277,6 +277,18 @@ def test_large_weights_have_norms_of_their_own(llama, monkeypatch, wide, inside)
     assert ("norm_weight" in read) == inside and (calls == []) == inside
 
 
+@pytest.mark.parametrize(
+    ("rows", "gated", "inside"), [(8, 0, 1), (9, 0, 0), (9, 1, 1), (161, 1, 0)]
+)
+def test_norms_of_more_rows_are_fused_with_a_gate_only(llama, monkeypatch, rows, gated, inside):
+    model = load(llama[1])
+    monkeypatch.setattr("tlt_ext.rms_norm", lambda *_, **__: None)
+    x, weight = torch.empty(rows, 8), torch.empty(3072, 576, device="meta")
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    read = model.norm_for(x, x[0], weight, 1e-5, torch.empty(rows, 8), gated=bool(gated))
+    assert ("norm_weight" in read) == inside
+
+
 def test_weights_are_reloaded_in_place(pair, request):
     variant = request.node.callspec.params["pair"]
     _, model = pair
