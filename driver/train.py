@@ -25,7 +25,7 @@ from .records.progress import Progress
 from .run.dry_run import dry_run
 from .run.run import Run
 from .run.start import start_run
-from .run.summary import summary_lines, write_summary
+from .run.summary import summarize, summary_lines
 
 
 def train(config: Config, progress: Progress) -> Run:
@@ -102,7 +102,7 @@ def run_steps(run: Run, progress: Progress) -> None:
         if run.writer.busy:
             progress.note(f"writing the checkpoint of step {run.saved_step}")
         run.end_checkpoint()
-        write_summary(run)
+        run.folder.write_summary(summarize(run))
 
 
 def main(argv: Sequence[str]) -> None:

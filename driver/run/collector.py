@@ -17,7 +17,7 @@ from ..policy.grpo import dynamic_sampling
 from ..records.phases import Phases
 from ..rollout.observer import RolloutObserver
 from ..rollout.rebalance import Rebalancer
-from ..rollout.request import Request, Response, RunningRequest, SamplingParams, request_id
+from ..rollout.request import Request, Response, RunningRequest, request_id
 from ..rollout.stats import RolloutStats
 from ..session.session import Session
 from ..tasks import Prompt, Task
@@ -58,7 +58,6 @@ class Collector(RolloutObserver):
     task: Task
     encoder: PromptEncoder
     session: Session  # this rank's engine
-    params: SamplingParams  # of every request
     workers: RewardWorkers  # score during the rollout if there are worker processes
     coordinator: Coordinator | None  # trains the drafter while ranks are idle
     stop: StopRequest  # ends a rollout after a signal
@@ -162,7 +161,7 @@ class Collector(RolloutObserver):
         requests = []
         for i in range(self.group, count, self.groups):
             prompt_ids = self.encode(prompts[i])
-            requests += [Request(id, first + i, prompt_ids, self.params) for id in ids[i]]
+            requests += [Request(id, first + i, prompt_ids, self.session.params) for id in ids[i]]
         self.world.enter("gen")
         began = time.perf_counter()
         if self.coordinator is not None:
@@ -313,7 +312,7 @@ class Collector(RolloutObserver):
         mine = range(self.group, count, self.groups)
         prompts = [self.task.prompt("eval", i) for i in mine]
         requests = [
-            Request(request_id("eval", 0, p.id, 0), i, self.encode(p), self.params)
+            Request(request_id("eval", 0, p.id, 0), i, self.encode(p), self.session.params)
             for i, p in zip(mine, prompts, strict=True)
         ]
         responses: list[Response] = []

@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,6 @@ class Run:
     world: World
     folder: RunFolder | None  # None: rank 0 keeps the records
     phases: Phases
-    task: Task
-    tokenizer: Tokenizer
     policy: PreTrainedModel
     blank: PreTrainedModel  # the policy without weights, which writes checkpoints
     trainer: PolicyTrainer
@@ -69,6 +68,10 @@ class Run:
     @property
     def rollout(self) -> Rollout:
         return self.session.rollout
+
+    @property
+    def task(self) -> Task:
+        return self.collector.task
 
     # ---- the phases of a step -------------------------------------------------------------------
 
@@ -206,22 +209,11 @@ class Run:
 
     def _samples(self, step: Experience) -> list[Sample]:
         """The first response to each of the first prompts."""
-        each = self.config.grpo.samples_per_prompt
-        count = min(SAMPLES, len(step.prompts))
-        firsts = zip(
-            step.prompts[:count], step.responses[::each], step.rewards[::each], strict=False
-        )
+        each, texts = self.config.grpo.samples_per_prompt, self.collector
+        firsts = zip(step.prompts, step.responses[::each], step.rewards[::each], strict=True)
         return [
-            Sample(
-                p.id,
-                p.text,
-                self.collector.text(r),
-                reward,
-                len(r.token_ids),
-                r.finish,
-                self.collector.parts(r),
-            )
-            for p, r, reward in firsts
+            Sample(p.id, p.text, texts.text(r), reward, len(r.token_ids), r.finish, texts.parts(r))
+            for p, r, reward in islice(firsts, SAMPLES)
         ]
 
     def is_due(self, every: int) -> bool:
@@ -300,7 +292,7 @@ class Run:
     @functools.cached_property
     def _kept_tokenizer(self) -> Tokenizer:
         """A copy for the writer: a tokenizer cannot be saved while another thread encodes."""
-        return copy.deepcopy(self.tokenizer)
+        return copy.deepcopy(self.collector.encoder.tokenizer)
 
     def end_checkpoint(self) -> None:
         """Waits until the last checkpoint is on the disk; UserError if it could not be written."""

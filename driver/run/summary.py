@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..common.memory import CARD_MEMORY, peak_memory_gb
-from ..records.folder import RunFolder, read_jsonl
+from ..records.folder import read_jsonl
 from ..records.phases import PHASES, StepTimes
 from .run import Run
 from .warm_start import start_fingerprints
@@ -17,7 +17,8 @@ ENDS = 5  # steps averaged at each end of the run
 
 def summarize(run: Run) -> dict[str, Any]:
     """The numbers of `summary.json`: of the whole run, except the peak memory of this process."""
-    records = read_jsonl(_folder(run).path / "metrics.jsonl")
+    assert run.folder is not None  # only the first rank has one
+    records = read_jsonl(run.folder.path / "metrics.jsonl")
     steps = [r for r in records if r["step"] > 0]
     rewards = [r["critic/rewards/mean"] for r in steps]
     accepts = [a for r in records if (a := r.get("spec/accept_length")) is not None]
@@ -72,16 +73,8 @@ def _ends(values: list[float]) -> dict[str, float | None]:
     return {name: _over(statistics.mean, part) for name, part in parts.items()}
 
 
-def _folder(run: Run) -> RunFolder:
-    assert run.folder is not None  # only the first rank writes a summary
-    return run.folder
-
-
-def write_summary(run: Run) -> None:
-    _folder(run).write_summary(summarize(run))
-
-
 def summary_lines(run: Run) -> list[str]:
+    assert run.folder is not None
     summary = summarize(run)
     reward, accept = summary["reward"], summary["accept_length"]
     held = summary["heldout_accuracy"]
@@ -103,7 +96,7 @@ def summary_lines(run: Run) -> list[str]:
             name = key.removeprefix("spec/arm/").removesuffix("/pulls")
             rate = arms[key.removesuffix("pulls") + "reward"]
             lines.append(f"  {name:<28} {arms[key]:>7}   {rate:>8.0f}")
-    return [*lines, f"see {_folder(run).path}/ (report.html, summary.json, samples.txt)"]
+    return [*lines, f"see {run.folder.path}/ (report.html, summary.json, samples.txt)"]
 
 
 def _time_lines(step_s: dict[str, float], wall_s: dict[str, float]) -> list[str]:
