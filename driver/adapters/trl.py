@@ -120,7 +120,9 @@ class TltRollout:
     def _synced(self, trainer: Trainer) -> Session:
         """The session, with the weights that the policy has now."""
         policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        state = _policy_state(trainer, policy)
+        # Torch counts changes in place, so a checkpoint that was loaded is seen, too.
+        tensors = itertools.chain(policy.parameters(), policy.buffers())
+        state = trainer.state.global_step, *(tensor._version for tensor in tensors)
         if policy is not self._policy:  # another trainer, with settings of its own
             self.close()
         if self.session is None:
@@ -185,9 +187,3 @@ def check_trainer(trainer: Trainer) -> None:
 
 def _phase(trainer: Trainer) -> Literal["train", "eval"]:
     return "train" if trainer.model.training else "eval"
-
-
-def _policy_state(trainer: Trainer, policy: nn.Module) -> tuple[int, ...]:
-    """The step, and torch's counts of changes in place, which see a checkpoint that was loaded."""
-    tensors = itertools.chain(policy.parameters(), policy.buffers())
-    return trainer.state.global_step, *(tensor._version for tensor in tensors)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as Bar
 
 from .phases import StepTimes
 
@@ -46,13 +40,10 @@ def step_line(step: int, values: Mapping[str, float], width: int = 0) -> str:
         for metric, (name, form) in COLUMNS.items()
         if metric in values
     ]
-    line, lines = f"step {step}", []
-    for cell in cells:
-        if width and len(line) + 2 + len(cell) > width:
-            lines.append(line)
-            line = "   "
-        line += f"  {cell}"
-    return "\n".join([*lines, line])
+    kept = "  ".join(cell.replace(" ", "\xa0") for cell in [f"step {step}", *cells])
+    if width:
+        kept = textwrap.fill(kept, width, subsequent_indent=" " * 5, break_on_hyphens=False)
+    return kept.replace("\xa0", " ")
 
 
 class Progress:
@@ -60,12 +51,12 @@ class Progress:
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
             console=self.console,
             disable=not self.console.is_terminal,
             transient=True,

@@ -1,7 +1,6 @@
 """Makes the parts of a session from a model, with defaults for the device and its memory."""
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..common.errors import UserError
+from ..common.memory import host_bytes
 from ..common.numbers import shown
 from ..common.storage import user_path
 from ..config.load import Config, load_config
@@ -22,15 +22,8 @@ from ..model.checkpoint import check_finite
 from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec
 from ..rollout.request import SamplingParams
+from . import parts
 from .load import end_ids, find_model, load_policy, load_tokenizer, spec_of, use_device
-from .parts import (
-    Rollout,
-    adopt_drafter,
-    auto_pages,
-    build_rollout,
-    drafter_state,
-    recorded_features,
-)
 
 FREE_SHARE = 0.8  # of the device's free memory, for the engine's weights and KV cache
 SHARED_FREE_SHARE = 0.3  # the same beside a live model, which is trained on the device
@@ -60,7 +53,7 @@ def build(
     max_batch: int | None,
     max_len: int | None,
     settings: Sequence[str],
-) -> tuple[Rollout, PromptEncoder | None, SamplingParams]:
+) -> tuple[parts.Rollout, PromptEncoder | None, SamplingParams]:
     """The arguments of a session, from those of `Session.from_pretrained`."""
     if not (max_len is None or (isinstance(max_len, Integral) and max_len >= 2)):
         raise UserError(f"max_len: must be at least 2, prompt and response, got {shown(max_len)}")
@@ -100,8 +93,8 @@ def build(
         share = SHARED_FREE_SHARE if policy is model else FREE_SHARE
         pages = _pages(config, spec, longest, share * _free_bytes(config.run.device))
         config = replace(config, engine=replace(config.engine, num_pages=pages))
-    rollout = build_rollout(config, spec, policy.state_dict(), longest)
-    adopt_drafter(rollout.spot, state, _refuse_drafter)
+    rollout = parts.build_rollout(config, spec, policy.state_dict(), longest)
+    parts.adopt_drafter(rollout.spot, state, _refuse_drafter)
     ends = spec.eos_ids if encoder is None else end_ids(spec, encoder.tokenizer)
     limit = min(config.sampling.max_new_tokens, longest // 2)
     return rollout, encoder, SamplingParams(max_new_tokens=limit, stop_ids=ends)
@@ -131,7 +124,7 @@ def _defaults(model: str | PreTrainedModel, device: str | None) -> list[str]:
 def _read_drafter(folder: str) -> dict[str, Any]:
     if not isinstance(folder, (str, Path)):
         raise UserError(f"drafter: must be a folder, got {shown(folder)}")
-    state = drafter_state(user_path(folder))
+    state = parts.drafter_state(user_path(folder))
     if state is None:
         raise UserError(
             f"drafter={folder}: has no drafter (state/spot.pt); name a checkpoint of tlt train"
@@ -162,7 +155,7 @@ def _refuse_drafter(line: str) -> None:
 def _free_bytes(device: str) -> int:
     """Free memory of a card, or all memory of the machine, which is used when it is written."""
     if device == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return host_bytes()
     return torch.cuda.mem_get_info(torch.device(device))[0]
 
 
@@ -170,8 +163,8 @@ def _pages(config: Config, spec: ModelSpec, longest: int, free_bytes: float) -> 
     """Pages of a full batch, or as many as `free_bytes` hold beside the engine's weights."""
     engine, arms = config.engine, parse_strategies(config.engine.strategies)
     numbers = 2 * (spec.num_layers + engine.needs_drafter) * spec.num_kv_heads * spec.head_dim
-    numbers += recorded_features(config, spec.hidden_size)
+    numbers += parts.recorded_features(config, spec.hidden_size)
     each = getattr(torch, config.model.dtype).itemsize
     weights = sum(math.prod(shape) for shape in spec.shapes().values())
     fit = int((free_bytes / each - weights) // (numbers * engine.page_size))
-    return max(1, min(auto_pages(engine, arms, longest), fit))
+    return max(1, min(parts.auto_pages(engine, arms, longest), fit))
