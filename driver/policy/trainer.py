@@ -119,7 +119,7 @@ class PolicyTrainer:
         raw = torch.tensor(grpo.check_rewards(rewards, len(responses)), dtype=torch.float64)  # [N]
         check_responses(responses)
         if not ahead:
-            self.optimizer.zero_grad()  # of an update that failed
+            self.weights.drop_gradients()  # of an update that failed
         groups = torch.tensor([r.request.group for r in responses])  # [N]
         kept = kept_of(responses, keep)
         trained_on = torch.tensor(kept, dtype=torch.int64)  # [K]

@@ -163,6 +163,11 @@ class PolicyWeights:
                     local(total).add_(local(param.grad))
                 param.grad = None
 
+    def drop_gradients(self) -> None:
+        self._sums.clear()
+        for param in self.params:
+            param.grad = None
+
     def gradient_bits(self) -> list[int]:
         """A sum of each gradient's bits; waits for the device."""
         gradients = [local(param.grad) for param in self.params if param.grad is not None]

@@ -47,6 +47,27 @@ else:
 world.leave()
 """
 
+# Each rank makes the two updates, the first one after it has failed.
+FAILED = """
+import sys
+from pathlib import Path
+import torch
+from driver.common.world import World
+from driver.policy.trainer import PolicyTrainer
+from tests.driver.policy.test_trainer import Cfg
+from tests.driver.policy.test_weights import failed, trained
+
+folder, shard = Path(sys.argv[1]), sys.argv[2]
+world = World.join("cpu", 60)
+model, responses, options = torch.load(folder / "inputs.pt", weights_only=False)
+trainer = PolicyTrainer(model, Cfg(**options, shard=shard), world=world)
+failed(trainer, responses)
+weights = trained(trainer, responses)
+if world.rank == 0:
+    torch.save(weights, folder / "again.pt")
+world.leave()
+"""
+
 # The file changes once the ranks have their parts.
 MAPPED = """
 import sys
@@ -117,6 +138,22 @@ def trained(trainer, responses):
     for _ in range(2):
         trainer.update(responses, REWARDS)
     return {name: weight.clone() for name, weight in trainer.weights.stream()}
+
+
+def failed(trainer, responses):
+    """An update without memory for its second micro-batch."""
+    passes, forward = [], trainer.weights._forward
+
+    def fail(*arguments):
+        passes.append(arguments)
+        if len(passes) == 2:
+            raise torch.OutOfMemoryError
+        return forward(*arguments)
+
+    trainer.weights._forward = fail
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.update(responses, REWARDS)
+    trainer.weights._forward = forward
 
 
 def moments(trainer):
@@ -203,24 +240,23 @@ def test_weights_in_host_memory_change_no_bit(checkpointing, dtype, device, monk
 
 
 @pytest.mark.parametrize("offload", ["none", "all"])
-def test_an_update_after_a_failed_one_does_not_add_its_gradients(offload, monkeypatch):
+def test_an_update_after_a_failed_one_does_not_add_its_gradients(offload):
     model = make_model(torch.float32, "qwen2")
     responses = make_responses(model)
     options = Cfg(micro_batch_tokens=40, lr=1e-3, offload=offload)
     trainer, other = PolicyTrainer(copy.deepcopy(model), options), PolicyTrainer(model, options)
-    passes, logprobs = [], trainer.weights.logprobs
-
-    def fail(*arguments):
-        passes.append(arguments)
-        if len(passes) == 2:
-            raise torch.OutOfMemoryError
-        return logprobs(*arguments)
-
-    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
-        patched.setattr(trainer.weights, "logprobs", fail)
-        trainer.update(responses, REWARDS)
+    failed(trainer, responses)
     found, expected = trained(trainer, responses), trained(other, responses)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_nor_do_ranks_that_have_moved_them_to_the_host(tmp_path):
+    inputs(tmp_path, torch.float32, offload="all")
+    launch(tmp_path, 2)
+    launch(tmp_path, 2, script=FAILED)
+    *_, expected = torch.load(tmp_path / "rank-0.pt")
+    found = torch.load(tmp_path / "again.pt")
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 @pytest.mark.parametrize(
