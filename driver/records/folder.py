@@ -72,7 +72,8 @@ class RunFolder:
             with storage_errors(self.path):
                 self._open(config)
         except BaseException:
-            if not config.run.resume:  # an incomplete folder must not block the name
+            # An incomplete folder must not block the name; without the lock it is another run's.
+            if not config.run.resume and hasattr(self, "_lock"):
                 shutil.rmtree(self.path, ignore_errors=True)
             raise
 
@@ -183,7 +184,7 @@ class RunFolder:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The records of a log without a last line that a crash cut; UserError for other damage."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
     records = []

@@ -18,6 +18,7 @@ from driver.config.load import load_config
 from driver.config.sections import BanditConfig
 from driver.config.strategy import OFF
 from driver.records import checkpoint as run_checkpoint
+from driver.records import folder as run_folder
 from driver.records.checkpoint import latest_checkpoint, save_checkpoint, whole_checkpoints
 from driver.records.folder import RunFolder, Sample, read_jsonl
 from driver.rollout.bandit import Bandit
@@ -253,6 +254,16 @@ def test_two_at_once_do_not_share_a_folder(tmp_path):
     RunFolder(config(tmp_path, "run.name=a", "run.resume=true")).close()
 
 
+def test_a_run_that_starts_at_the_same_time_is_not_removed(tmp_path, monkeypatch):
+    """Both have found the name free."""
+    folder = RunFolder(config(tmp_path))
+    monkeypatch.setattr(run_folder, "_choose", lambda *_: folder.path)
+    with pytest.raises(UserError, match="tiny: another run is using it"):
+        RunFolder(config(tmp_path))
+    folder.log_step(1, {"x": 1.0})
+    folder.close()
+
+
 def test_resume_refuses_other_settings_and_missing_runs(tmp_path):
     RunFolder(config(tmp_path, "run.name=a")).close()
     with pytest.raises(UserError, match="grpo.lr: 0.5 now, 0.0004 in .*config.yaml"):
@@ -348,9 +359,10 @@ def test_a_fault_of_ours_is_not_called_a_full_disk(tmp_path):
 
 def test_a_broken_line_names_its_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with pytest.raises(UserError, match="metrics.jsonl:2: not a JSON object"):
-        read_jsonl(path)
+    for damaged in (b'{"step": ', b"\xff"):
+        path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n')
+        with pytest.raises(UserError, match="metrics.jsonl:2: not a JSON object"):
+            read_jsonl(path)
 
 
 def test_a_resumed_run_may_change_its_batch_but_not_the_rule_of_verification(tmp_path):
