@@ -7,8 +7,9 @@ from typing import Any
 
 from ..common.host_copies import HostCopies, held_bytes
 from ..common.memory import host_bytes
+from ..common.world import World
 
-HOST_SHARE = 0.25  # largest share of the machine's memory for copies
+HOST_SHARE = 0.25  # largest share of the machine's memory for the copies of its ranks
 
 
 class CheckpointWriter:
@@ -56,10 +57,11 @@ class CheckpointWriter:
         self._written = self._thread.submit(work)
 
     def _can_copy(self, state: Any) -> bool:
-        if self.threaded and held_bytes(state) > HOST_SHARE * host_bytes():
+        share = HOST_SHARE / World.local_size()
+        if self.threaded and held_bytes(state) > share * host_bytes():
             self.threaded = False
             warnings.warn(
-                f"a checkpoint of {held_bytes(state) / 1e9:.1f} GB exceeds {HOST_SHARE:.0%} of"
+                f"a checkpoint of {held_bytes(state) / 1e9:.1f} GB exceeds {share:.1%} of"
                 " this machine's memory: each step waits until its checkpoint is written",
                 stacklevel=3,
             )

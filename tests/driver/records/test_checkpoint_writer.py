@@ -101,11 +101,14 @@ def test_without_a_thread_nothing_is_copied(tmp_path):
     assert seen[0] is state and not writer._copies.room
 
 
-def test_a_state_too_large_for_the_machine_is_written_at_once(monkeypatch):
+@pytest.mark.parametrize(("ranks", "numbers", "share"), [(1, 7, "25.0"), (4, 2, "6.2")])
+def test_a_state_too_large_for_the_machine_is_written_at_once(ranks, numbers, share, monkeypatch):
+    """Each rank of the machine has copies."""
     monkeypatch.setattr(checkpoint_writer, "host_bytes", lambda: 100)
-    writer, state, seen = CheckpointWriter(threaded=True), {"w": torch.zeros(7)}, []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    writer, state, seen = CheckpointWriter(threaded=True), {"w": torch.zeros(numbers)}, []
     with pytest.warns(
-        UserWarning, match="a checkpoint of 0.0 GB exceeds 25% of this machine's memory"
+        UserWarning, match=f"a checkpoint of 0.0 GB exceeds {share}% of this machine's memory"
     ):
         writer.save(seen.append, state)
     assert seen[0] is state
