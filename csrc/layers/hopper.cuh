@@ -38,16 +38,20 @@ class Multiplier {
   __device__ __forceinline__ void sum_tile(Sums total, float* turn) {
     float acc[3][Of::kColumns / 8][4];
     clear(total);
+    if constexpr (Of::kAcross == 1) {
 #pragma unroll 1
-    for (int first = 0; first < work_.parts; first += 4) {
-      sum_parts(acc, first, min(first + 4, work_.parts));
-      if constexpr (Of::kSaves) {
-        if (first + 4 < work_.parts) save(acc[0], turn);
-      } else {
+      for (int first = 0; first < work_.parts; first += 4) {
+        sum_parts(acc, first, min(first + 4, work_.parts));
         add(total, acc[0]);
       }
+    } else {
+      if (work_.parts < 4) {
+        sum_parts(acc, 0, work_.parts);
+      } else {
+        sum_all_parts(acc, total, turn);
+      }
+      add_saved(total, acc[0], turn);
     }
-    if constexpr (Of::kSaves) add_saved(total, acc[0], turn);
   }
 
   // For a cluster that shares the parts: sums this block's parts, a subtree, and stores the sum in
@@ -277,15 +281,10 @@ class Multiplier {
 #pragma unroll 1
     for (; first < end; first += 2) {
       int block = first + work_.parts;
-      multiply<false>(acc[1]);
+      multiply<false, true>(acc[1]);
       if (first + 1 < end) {
-        multiply<false>(acc[2]);
-#pragma unroll 1
-        for (; block + 1 < work_.num_blocks; block += work_.parts) {
-          multiply(acc[1]);
-          multiply(acc[2]);
-        }
-        if (block < work_.num_blocks) multiply(acc[1]);
+        multiply<false, true>(acc[2]);
+        multiply_pair(acc[1], acc[2], block);
         group_wait_for_all_but<0>();
         settle(acc[1]);
         settle(acc[2]);
@@ -301,9 +300,52 @@ class Multiplier {
     }
   }
 
-  // Keeps the sum of the first four parts in the memory where a tile is transposed later, because
-  // registers hold three sums of a part.
-  __device__ __forceinline__ void save(Sums sum, float* turn) const {
+  // Sums the four or eight parts of the next tile in acc[0], the first four of eight where `save`
+  // keeps them, as the same tree in the same order of K. Most additions run beside the products of
+  // the next part. The products stop after four parts: the next one takes the sums of the fourth.
+  __device__ __forceinline__ void sum_all_parts(float (&acc)[3][Of::kColumns / 8][4], Sums total,
+                                                float* turn) {
+    // Once a tile: no registers are left for other sums of a part while these are in use.
+#pragma unroll
+    for (auto& sums : acc) declare(sums);
+    multiply<false>(acc[2]);
+#pragma unroll 1
+    for (int first = 0;; first += 4) {
+      multiply<false>(acc[1]);
+      multiply_pair(acc[2], acc[1], first + work_.parts);
+      multiply<false>(acc[0]);
+      settle(acc[1]);
+      settle(acc[2]);
+      add(acc[1], acc[2]);
+      multiply<false>(acc[2]);
+      multiply_pair(acc[0], acc[2], first + 2 + work_.parts);
+      group_wait_for_all_but<0>();
+      settle(acc[0]);
+      settle(acc[2]);
+      release();
+      add(acc[0], acc[2]);
+      if (first + 4 >= work_.parts) break;
+      multiply<false>(acc[2]);
+      add(acc[0], acc[1]);
+      save(acc[0], total, turn);
+    }
+    add(acc[0], acc[1]);
+  }
+
+  // Multiplies the blocks of two parts, from block `block` of the first one on.
+  __device__ __forceinline__ void multiply_pair(Sums even, Sums odd, int block) {
+#pragma unroll 1
+    for (; block + 1 < work_.num_blocks; block += work_.parts) {
+      multiply(even);
+      multiply(odd);
+    }
+    if (block < work_.num_blocks) multiply(even);
+  }
+
+  // Keeps the sum of the first four parts: in `total`, or, where registers hold only three sums of
+  // a part, in the memory where a tile is transposed later.
+  __device__ __forceinline__ void save(Sums sum, Sums total, float* turn) const {
+    if constexpr (!Of::kSaves) return add(total, sum);
     sync_group();  // the previous tile has been read
     float4* to = saved(turn);
 #pragma unroll
@@ -313,6 +355,7 @@ class Multiplier {
   }
 
   __device__ __forceinline__ void add_saved(Sums total, Sums sum, float* turn) const {
+    if constexpr (!Of::kSaves) return add(total, sum);
     const float4* from = saved(turn);
     const bool has_saved = work_.parts > 4;
 #pragma unroll
@@ -334,13 +377,16 @@ class Multiplier {
     for_each_sum<Of::kColumns>([&](int j, int c) { asm volatile("" : "+f"(acc[j][c])::"memory"); });
   }
 
-  // Multiplies the next block of K; without kAdd it starts new sums.
-  template <bool kAdd = true>
+  // The values in the registers do not matter from here on.
+  __device__ __forceinline__ void declare(Sums acc) const {
+    for_each_sum<Of::kColumns>([&](int j, int c) { asm volatile("" : "=f"(acc[j][c])); });
+  }
+
+  // Multiplies the next block of K; without kAdd it starts new sums, with kNew in any registers.
+  template <bool kAdd = true, bool kNew = false>
   __device__ __forceinline__ void multiply(float (&acc)[Of::kColumns / 8][4]) {
     wait_barrier(full_ + at_.stage * 8, at_.parity);
-    if constexpr (!kAdd) {
-      for_each_sum<Of::kColumns>([&](int j, int c) { asm volatile("" : "=f"(acc[j][c])); });
-    }
+    if constexpr (kNew) declare(acc);
     group_fence();
 #pragma unroll
     for (int k = 0; k < kBlockK / 16; ++k) {

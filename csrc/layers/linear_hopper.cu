@@ -166,6 +166,9 @@ void consider_grid(const LinearParams& p, const Card& card, int split, int64_t t
   constexpr int kRowCycles = 10;                   // to store a row of a tile
   constexpr int kFullCycles = 840;  // the next kernel has no room to start before this one ends
   constexpr int kSplitCycles = 900, kBlockSplitCycles = 710;  // of a cluster, and of each block
+  // Of kTileCycles where additions run beside products (Multiplier::sum_all_parts). With one or two
+  // row tiles nothing is saved: products wait for loads.
+  constexpr int kOverlapCycles = 850;
   const std::optional<Grid> grid = make_grid<Of>(p, card, split, tile_rows);
   if (!grid) return;
   const int64_t sms = usable_sms(card, split), slots = sms * Of::kPerSm;
@@ -176,7 +179,9 @@ void consider_grid(const LinearParams& p, const Card& card, int split, int64_t t
     const int64_t products = beside * ceil_div(tile_rows, 64) * 2 * Of::kRows;
     const int64_t step = std::max({loads, products + products / 12, int64_t{Of::kBlockCycles}});
     const int64_t weights = blocks * tile_rows * kLineBytes * steps / grid->row_tiles;
-    return std::max(steps * step + Of::kTileCycles, weights / (kMemoryBytes * card.num_sms)) +
+    const bool overlaps = Of::kAcross == 2 && of == 1 && p.parts >= 4 && grid->row_tiles > 2;
+    const int tile_cycles = Of::kTileCycles - (overlaps ? kOverlapCycles : 0);
+    return std::max(steps * step + tile_cycles, weights / (kMemoryBytes * card.num_sms)) +
            kRowCycles * Of::kRows;
   };
   const int64_t rounds = grid->whole / slots, rest = grid->whole % slots;
