@@ -97,22 +97,17 @@ def _staged(folder: Path) -> Iterator[Path]:
     cache = folder.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        stage = Path(tempfile.mkdtemp(dir=cache, prefix=f".{folder.name}-"))
+        with tempfile.TemporaryDirectory(dir=cache, prefix=f".{folder.name}-") as scratch:
+            stage = Path(scratch) / folder.name  # its own permissions are private
+            stage.mkdir()
+            yield stage
+            with contextlib.suppress(OSError):  # another process has made the same folder
+                os.rename(stage, folder)
     except OSError as error:
+        reason = error.strerror or error
         raise UserError(
-            f"model.cache={cache}: cannot be written ({error.strerror}); name another place"
+            f"model.cache={cache}: cannot be written ({reason}); name another place"
         ) from None
-    try:
-        yield stage
-        stage.chmod(0o755)  # mkdtemp makes it private
-        with contextlib.suppress(OSError):  # another process has made the same folder
-            os.rename(stage, folder)
-    except OSError as error:
-        raise UserError(
-            f"model.cache={cache}: cannot be written ({error.strerror or error})"
-        ) from None
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
 
 
 def _from_hub(stage: Path, report: Report) -> bool:
