@@ -79,7 +79,8 @@ def held_bytes(*things: Any) -> int:
         elif isinstance(thing, nn.Module):
             todo += [*thing.parameters(), *thing.buffers()]
         elif isinstance(thing, Mapping):
-            todo += thing.values()
+            if not PLAIN.issuperset(map(type, thing.values())):
+                todo += thing.values()
         elif isinstance(thing, list | tuple):
             todo += thing
         elif is_dataclass(thing) and not isinstance(thing, type):

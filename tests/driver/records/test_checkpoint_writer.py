@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from driver.common import memory
+from driver.common import host_copies, memory
 from driver.common.errors import UserError
 from driver.common.host_copies import HostCopies, held_bytes
 from driver.records import checkpoint_writer
@@ -29,6 +29,14 @@ def write_into(folder, step):
 def test_a_storage_is_held_once():
     x = torch.zeros(8)
     assert held_bytes(x, [x[:4]], {"y": torch.zeros(2)}) == 32 + 8
+
+
+def test_numbers_are_not_visited_one_by_one(monkeypatch):
+    """A state of the drafter counts every token of the vocabulary."""
+    visited = []
+    monkeypatch.setattr(host_copies, "is_dataclass", visited.append)
+    state = {"seen_tokens": dict.fromkeys(range(1000), 1), "w": [torch.zeros(2)]}
+    assert held_bytes(state) == 8 and visited == []
 
 
 def test_the_state_at_the_save_is_written_without_waiting(tmp_path):
