@@ -66,10 +66,7 @@ class Shard:
         chosen[f"{OUTPUT}.weight"] = (1, columns.flatten())
         chosen[f"{DOWN}.weight"] = (1, inner)
         own = replace(
-            spec,
-            num_heads=len(slots),
-            num_kv_heads=len(readers),
-            intermediate_size=len(inner),
+            spec, num_heads=len(slots), num_kv_heads=len(readers), intermediate_size=len(inner)
         )
         return Shard(own, chosen)
 

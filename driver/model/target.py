@@ -241,12 +241,7 @@ class TargetModel(TargetWeights):
         return {"x": normed}
 
     def _append(
-        self,
-        layer: DecoderLayer,
-        hidden: Tensor,
-        q: Tensor,
-        cache: LayerCache,
-        rows: tlt_ext.Rows,
+        self, layer: DecoderLayer, hidden: Tensor, q: Tensor, cache: LayerCache, rows: tlt_ext.Rows
     ) -> None:
         """Writes the rotated queries into `q`, keys and values into the cache."""
         eps = self.spec.rms_norm_eps

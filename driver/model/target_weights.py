@@ -8,16 +8,7 @@ from torch import Tensor
 
 from ..common.errors import UserError
 from .checkpoint import check_dense, check_shapes
-from .families import (
-    EMBEDDING,
-    FINAL_NORM,
-    GATE_UP,
-    HEAD,
-    JOINED_GATE_UP,
-    JOINED_QKV,
-    LAYER,
-    QKV,
-)
+from .families import EMBEDDING, FINAL_NORM, GATE_UP, HEAD, JOINED_GATE_UP, JOINED_QKV, LAYER, QKV
 from .shards import Shard
 from .spec import ModelSpec
 
