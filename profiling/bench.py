@@ -1,7 +1,7 @@
 """Runs a benchmark and writes its JSON: `python -m profiling.bench layers [--quick]`, or `all`.
 
 A benchmark is a module of `profiling.benches` with `run(bench: Bench) -> None`. It adds rows, and
-figures for the targets of its table in `targets.toml`. A target without a figure is unmet.
+figures for the targets of its table in `targets.toml`. A target without a figure counts as missed.
 """
 
 import argparse
@@ -231,9 +231,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the engine"
     )
-    parser.add_argument("--add", action="store_true", help="to the cases that the JSON has")
+    parser.add_argument("--add", action="store_true", help="keep the other cases of the JSON")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
-    parser.add_argument("--commit", default="", help="of these sources, where git is not at hand")
+    parser.add_argument("--commit", default="", help="the measured commit, where git is missing")
     args, options = parser.parse_known_args(argv)
     args.options = options
     wanted = names if args.name == "all" else [args.name]
