@@ -2,7 +2,8 @@
 
 Each step makes rollouts with speculation, computes rewards, updates the policy once by GRPO and
 copies the new weights into the engine. The spot trainer trains the drafter while the tail of a
-rollout leaves the machine idle.
+rollout (its last, long responses) leaves the machine idle. `run_steps` is the loop;
+`driver/run/run.py` has the phases of a step, `driver/rollout/engine.py` the rollouts.
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds

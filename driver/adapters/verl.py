@@ -81,11 +81,11 @@ class Server:
         image_data: list[Any] | None = None,
         video_data: list[Any] | None = None,
     ) -> TokenOutput:
-        """The response to one prompt, which holds the tokens so far of a request that was aborted.
+        """The response to a prompt, to which the tokens of an aborted request are appended.
 
-        The id keys the noise, with the version of the weights: equal ids and prompts have equal
-        tokens. Raises UserError for a setting that the engine does not have, if there is no room
-        for a token, or if a request with this id runs.
+        The noise is keyed by the version of the weights and the id, so equal ids and prompts get
+        equal tokens. Raises UserError for a setting that the engine does not have, if there is no
+        room for a token, or if a request with this id runs.
         """
         if image_data is not None or video_data is not None:
             raise UserError(f"rollout {NAME}: it generates text only, the prompt has images")
@@ -180,7 +180,7 @@ class Server:
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """Ends all requests with the tokens so far; later ones wait for `resume_generation`.
 
-        With `reject_request` they do not wait, and are answered with no token.
+        With `reject_request` later requests do not wait and get an empty response.
         """
         self._open.clear()
         self._rejects = reject_request

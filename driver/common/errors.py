@@ -30,7 +30,7 @@ def library_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Turns any exception of a user's code, which did `what`, into a UserError with its place."""
+    """Turns any exception of a user's code into a UserError: `what`, the error, its place."""
     try:
         yield
     except UserError:

@@ -31,7 +31,7 @@ def peak_memory_gb() -> float:
 
 
 def memory_metrics(pages: ReleasableMemory) -> dict[str, float]:
-    """Peaks by the names in the metrics file, in 10^9 bytes; torch does not count the pages."""
+    """Peak memory by metric name, in 10^9 bytes; `pages` are those that torch does not count."""
     out = {"perf/max_memory_resident_gb": peak_memory_gb()}
     if torch.cuda.is_initialized():
         out[CARD_MEMORY] = pages.peak_bytes() / 1e9

@@ -154,7 +154,7 @@ def _unmap(driver: Any, address: Any, size: int, mapped: list[Any]) -> None:
 
 
 def _free(held: tuple[Any, ...]) -> None:
-    """Frees a block that no tensor refers to; during the capture of a graph, the next call does."""
+    """Frees a block that no tensor refers to, after a capture of a graph that is in progress."""
     _DROPPED.append(held)
     if torch.cuda.is_current_stream_capturing():  # Python collects garbage at any time
         return

@@ -87,7 +87,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def share_files(folder: Path, like: Path) -> None:
-    """Gives all files the permissions of `like`; only the owner can read those of safetensors."""
+    """Gives all files the permissions of `like`: safetensors makes files for the owner alone."""
     for path in folder.rglob("*"):
         if path.is_file():
             shutil.copymode(like, path)

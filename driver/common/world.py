@@ -173,7 +173,11 @@ class World:
         return f"stopped: {places}; torchrun reports which rank failed, if one did"
 
     def _lost(self, ranks: Sequence[int]) -> list[str]:
-        """Other ranks of a call, those that have not reached it, or those with least progress."""
+        """Phases of the ranks to name in an error.
+
+        These are the other `ranks` of a call, or, if none are given, those that have not reached
+        the last collective call, or else those with the least progress.
+        """
         places = self._places()
         if ranks:
             return [places[rank][2] for rank in ranks if rank != self.rank]

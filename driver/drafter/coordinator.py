@@ -39,7 +39,7 @@ class Coordinator:
         self._drop_groups()
 
     def finished(self) -> None:
-        """Trains until all ranks, which all call it, have rolled out; UserError if one was lost."""
+        """Trains until every rank has rolled out; all ranks call it. UserError if one was lost."""
         self.world.enter(WAITS)
         self._idle_since = time.monotonic()
         first = self.store.add(self._key("finished"), 1) == 1

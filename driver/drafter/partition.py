@@ -46,7 +46,7 @@ class Overlap:
 
     @property
     def stop_s(self) -> float:
-        """Duration of a stop: the step in flight, without the rest after it."""
+        """Seconds that a stop takes: those of the step in flight, without the pause after it."""
         return self.step_s * self.duty
 
     def duty_within(self, budget: float) -> float:

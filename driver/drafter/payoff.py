@@ -64,10 +64,10 @@ def change(before: Sequence[Measured], after: Sequence[Measured]) -> float | Non
 def decide(trains: bool, history: Sequence[Measured]) -> Decision:
     """Compares what training brings in the coming rollouts with what it costs.
 
-    An accept length that is higher by a share saves about this share of the passes' seconds, in
-    each of `PAYBACK` rollouts. While the drafter trains, its growth from window to window counts.
-    While it rests, what was lost since the last window of training counts. `history` has the
-    rollouts since training began, or the last `WINDOW` of training and those since.
+    If the accept length is higher by x %, about x % of the passes' seconds are saved in each of the
+    next `PAYBACK` rollouts. While the drafter trains, x is the growth from window to window. While
+    training pauses, x is the loss since the last window with training. `history` has the rollouts
+    since training began, or the last `WINDOW` with training and those since.
     """
     if len(history) < 2 * WINDOW:
         return Decision(trains)

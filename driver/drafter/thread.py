@@ -9,7 +9,7 @@ import torch
 
 
 class StepThread:
-    """Makes steps until it is stopped, or a step returns False or raises, which `fail` gets.
+    """Makes steps until it is stopped, a step returns False, or one raises; `fail` gets the error.
 
     It waits for each step before the next one, so a stop waits for one step at most. Between two
     steps it can rest, which keeps training to a share of the time.

@@ -322,7 +322,7 @@ class SpotTrainer(RolloutObserver):
     # ---- records --------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Entries of the metrics file; loss, acceptance, top-1 are not of the average."""
+        """Entries of the metrics file; loss, acceptance, top-1 are of weights before averaging."""
         if not self.running:
             self.reports.read(0)
         out = {

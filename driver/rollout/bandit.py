@@ -37,20 +37,22 @@ class ArmSums(NamedTuple):
 
 
 class Bandit:
-    """Chooses by batch bucket among `off` and the speculative arms.
+    """Chooses by batch bucket among the arms: `off` and the speculative strategies.
 
-    The value of an arm is tokens per second of a full bucket: tokens of a request in a pass over
+    A choice holds for a window of `window_passes` passes, for two windows if the best arm is known
+    well (docs/notes/rollout.md). Batches above `spec_max_batch` always run `off`.
+
+    The value of an arm is the tokens per second of a full bucket: bucket size * accept length /
     seconds of a pass. (A graph takes as long for a part of its bucket as for all of it, so rates of
-    partial buckets would favour arms that ran on more requests.) The seconds are measured in the
-    bucket itself. The tokens are a mean that decays with age and with distance between buckets:
-    recent windows of neighbouring buckets say more about the current responses than old ones.
+    partial buckets would favour arms that ran on more requests.) The seconds are a mean over the
+    arm's windows in the bucket; before the first window, the time measured when its graph was
+    captured. The accept length is a mean over all buckets, whose weights decay with age and with
+    the distance between buckets.
 
-    An arm without a window in the bucket has the step time measured at the capture of its graph.
-    If that or any acceptance is unknown, it is tried first. `beg` then runs a random arm with
-    probability epsilon: one whose value is close to the best, or, with probability epsilon, any,
-    since a poor arm may improve as the drafter learns. `ucb` adds a confidence bound to the value.
-    A fixed policy chooses by batch alone. Batches above `spec_max_batch` always run `off`. Once
-    the best arm is known it runs for two windows at once (docs/notes/rollout.md).
+    An arm is tried first if its seconds or its accept length are unknown. Then `beg` runs the best
+    arm; with probability epsilon a random one of value close to the best; with probability epsilon
+    squared any, since a poor arm may improve as the drafter learns. `ucb` runs the arm with the
+    highest upper confidence bound. A fixed policy chooses by batch size alone.
 
     Source: "Taming the Long Tail" (ASPLOS'26), section on the adaptive rollout engine; Auer et al.,
         "Finite-time Analysis of the Multiarmed Bandit Problem" (2002), for UCB.
@@ -138,7 +140,7 @@ class Bandit:
         return None if pass_s is None or accept is None else accept * self._full(bucket) / pass_s
 
     def _never_pays(self, bucket: int, arm: Strategy, step_s: StepSeconds) -> bool:
-        """Whether plain decoding is faster even if every draft is accepted (of wide trees)."""
+        """Whether plain decoding is faster even if every draft is accepted, as for wide trees."""
         own, plain = (step_s(self._full(bucket), each) for each in (arm, OFF))
         return arm != OFF and bool(own and plain and own >= (arm.levels + 1) * plain)
 

@@ -137,11 +137,11 @@ class DraftRunner:
         return strategy.depth * strategy.top_k
 
     def prepare(self, batch: Batch, strategy: Strategy, store: TokenStore) -> list[int] | None:
-        """Writes the entries that a pass with `strategy` would not: after plain passes or a swap.
+        """Writes missing entries of the drafter that a pass with `strategy` would not write.
 
-        After plain decoding these are the entries committed since the last draft, after a swap all
-        entries. They are computed from recorded features, without the target. Returns the entries
-        that each row now has, or None if none changed.
+        After plain decoding these are the entries of tokens committed since the last draft, after a
+        swap of weights all entries. They are computed from recorded features, without the target.
+        Returns the number of entries that each row now has, or None if none changed.
         """
         running, most = batch.running, strategy.levels + 1
         stale = [s.draft_version != self.version for s in running]

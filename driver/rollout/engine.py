@@ -1,14 +1,15 @@
-"""The adaptive rollout engine: continuous batching and tree speculation with plain-decode tokens.
+"""The rollout engine: continuous batching and tree speculation that changes no token.
 
-One pass is the same for every strategy: draft a tree (the root alone for plain decoding), run the
-target on its rows, verify it against the target's keyed samples, commit the accepted rows. So
-switching strategies moves no KV, and a strategy changes the number of passes but no token.
+A pass is the same for every strategy: draft a tree (the root alone for plain decoding), run the
+target on its rows, follow the target's samples through the tree, commit the accepted rows
+(`passes.py`). So a switch of strategies moves no KV, and a strategy changes the number of passes
+but no token.
 
-The scheduler admits requests and grants pages, the bandit chooses a strategy, and the device then
-makes a burst of passes without the host (`passes.py`, `runner.py`). A burst ends when pages run
-short or so many requests have finished that there is something to decide. The rows of finished
-requests are inert. The results of a burst are read, and its finished requests retired, while the
-next burst runs.
+The scheduler admits requests and grants pages, and the bandit chooses a strategy. The device then
+makes a burst: passes without the host in between (`runner.py`; `graphs.py` launches them). A burst
+ends at its limit of passes, when pages run short, or when enough requests have finished that
+others can be admitted or a smaller graph can take over. Until then the rows of finished requests
+are inert. The host reads the results of a burst while the next one runs.
 """
 
 from __future__ import annotations
@@ -99,9 +100,9 @@ class RolloutEngine:
     ) -> list[Response]:
         """Responses in the order of the requests, then those of requests taken from other ranks.
 
-        Requests that another rank took have none here. Sources keep the responses to requests that
-        they add. Raises UserError if a request can never run (too long for the context or the page
-        pool).
+        A request that another rank took has no response here. Sources keep the responses to the
+        requests that they add. Raises UserError if a request can never run: it is too long for the
+        context or the page pool.
 
         Args:
             record: whether the observer is called and n-gram drafts of later rollouts use the
@@ -170,7 +171,7 @@ class RolloutEngine:
     # ---- between bursts -------------------------------------------------------------------------
 
     def _unfinished(self) -> bool:
-        """Whether requests are left, those that sources add included."""
+        """Lets sources add and remove requests; whether any is left."""
         for source in self._sources:
             for state in source.exchange(self.scheduler):
                 self.store.release(state, keep=False)
@@ -204,7 +205,7 @@ class RolloutEngine:
         return self._choice
 
     def _demand(self, strategy: Strategy) -> tuple[int, int]:
-        """KV slots that a pass may write, and tokens of a request that a burst may commit."""
+        """Per request: KV slots that a pass may write, and tokens that a burst may commit."""
         tokens = self._most_passes(strategy) * (strategy.levels + 1)
         return self.program.lookahead(strategy), tokens
 
@@ -240,8 +241,9 @@ class RolloutEngine:
     def _run_bursts(self, batch: Batch, strategy: Strategy, limit: int) -> None:
         """Runs bursts until a decision needs their results.
 
-        A burst that ended at its limit is followed by the next one at once, and read while that one
-        runs. If the bandit then chooses another strategy, the device is asked to stop.
+        If a burst ended at its limit, the next one is launched at once, and the results of the
+        first are read while it runs. If the bandit then chooses another strategy, the running burst
+        is stopped.
         """
         count, unread = len(batch), None
         ends = self.scheduler.burst_ends(self.runner.spare(count, strategy))
@@ -267,7 +269,10 @@ class RolloutEngine:
         return burst.captured and same_drafter and burst.strategy == self._choice
 
     def _overlap(self, batch: Batch, unread: Burst | None) -> bool:
-        """Reads the previous burst, works for the observer; returns whether this one is to stop."""
+        """Host work during a burst: reads the previous one, then works for the observer.
+
+        Returns whether this burst is to stop.
+        """
         stop = False
         if unread is None:
             self.scheduler.release()

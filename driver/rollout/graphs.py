@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs: torch captures them and owns their memory, `GraphPool` runs them."""
+"""Passes as CUDA graphs: torch captures them and owns their memory, `GraphPool` launches them."""
 
 from __future__ import annotations
 
@@ -121,10 +121,11 @@ class PassGraphs:
     def burst(
         self, cell: Cell, limit: int, ends: int = 1, meanwhile: Callable[[], bool] = nothing
     ) -> float:
-        """Makes up to `limit` passes, until `ends` requests have finished (one without loops).
+        """Launches the graph: `limit` passes, fewer if `ends` requests finish or pages run short.
 
-        `meanwhile` is called once after the launch and returns whether the passes are to stop; a
-        loop of several ranks then runs to its end. Returns their seconds on the device's clock.
+        Without loops the host launches every pass, and one finished request ends them.
+        `meanwhile` is called once after the first launch and returns whether the passes are to
+        stop; a loop of several ranks is not stopped. Returns their seconds on the device's clock.
         Raises RuntimeError if the device failed.
         """
         arm, ends = (limit, ends) if self.loop else (1, 1)

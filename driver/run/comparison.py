@@ -241,7 +241,7 @@ def describe(a: Response, b: Response, place: int) -> str:
 
 
 class _Booked(Session):
-    """A session that reports the statistics of each rollout: one ends when no request is left."""
+    """A session that passes the statistics of each of its rollouts to `book`."""
 
     book: Callable[[RolloutStats], None]
 

@@ -86,7 +86,10 @@ class Run:
                 self.session.wake()
 
     def finish_bubble(self) -> str:
-        """Starts the final drafter steps, or says why training of the drafter stops or goes on."""
+        """Starts the final drafter steps of the rollout.
+
+        Returns the reason if training of the drafter pauses or resumes, else an empty text.
+        """
         spot = self.rollout.spot
         if spot is None or self.config.spot.mode == "off":
             return ""

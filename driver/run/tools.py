@@ -138,7 +138,10 @@ class Tools:
 
 @contextlib.contextmanager
 def answering(tools: Tools | None, prompts: Mapping[int, Prompt]) -> Iterator[OnEnd | None]:
-    """What continues the responses of a rollout; its end warns of failures or cancels answers."""
+    """Inside the block, `on_end` of the tools continues responses; None: there are no tools.
+
+    The end of the block reports failed turns; after an error it cancels answers in progress.
+    """
     if tools is None:
         yield None
         return
