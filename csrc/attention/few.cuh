@@ -1,8 +1,8 @@
-// Tiles folded into at most eight (row, head) pairs by four warps together: decoding, where one
-// warp of WarpTile would have all pairs. A warp scores 16 of a tile's 64 keys and accumulates a
-// quarter of the dimensions, so that a lane computes 4 weights instead of 32. The weights go
-// through shared memory, and each warp adds them in the order of WarpTile: the results have the
-// same bits.
+// Folds tiles into at most eight (row, head) pairs by four warps together, for decoding, where all
+// pairs would be in one warp of WarpTile. A warp scores 16 of a tile's 64 keys and accumulates a
+// quarter of the dimensions, so a lane computes 4 softmax weights instead of 32. The weights go
+// through shared memory, and each warp adds them in the order of WarpTile, so the results are
+// bit-identical.
 //
 // Fragments are those of tiles.cuh; pairs are the low rows, and the high rows are zeros.
 #pragma once

@@ -1,9 +1,9 @@
 // The drafter's input rows: out[r] = rms_norm(embedding[id]) | rms_norm(hidden[row]).
 //
 // One launch replaces a gather of ids, two gathers of rows, two norms and the positions of a level.
-// A block owns one half of a row; the norm has the bits of csrc/layers/kernel.cu. Reads and writes
-// each row once, and writes the hidden states of a level once more. Any dim; float32, float16,
-// bfloat16.
+// A block owns one half of a row; the norm is bit-identical to csrc/layers/kernel.cu. Reads and
+// writes each row once, and writes the hidden states of a level once more. Any dim; float32,
+// float16, bfloat16.
 #include "common/mma.cuh"
 #include "draft/op.h"
 #include "layers/device.cuh"

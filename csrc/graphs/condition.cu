@@ -1,5 +1,5 @@
-// The last node of a loop's body: decides whether the body runs again. Every iteration ends a pass;
-// counting iterations bounds a faulty body that does not.
+// The last node of a loop's body: decides whether the body runs again. Every iteration should end a
+// pass; a body that does not is stopped by the count of iterations.
 //
 // A separate file makes a separate module. Drivers without conditional nodes cannot load it, and
 // never need it.

@@ -9,14 +9,14 @@ constexpr int kMaxEmitted = 32;  // tokens of a request in a pass: one lane of a
 
 // Words of `control`, int32 in the device's memory; tlt_ext.Control.
 enum ControlWord {
-  kControlGo,
-  kControlPasses,
-  kControlLimit,
-  kControlReason,
-  kControlSequence,
-  kControlEnds,   // number of finished requests at which the passes stop
-  kControlEnded,  // requests that finished since the passes were armed
-  kControlLoops,  // iterations of a graph's loop since then: bounds a body that ends no pass
+  kControlGo,        // 1: another pass may run
+  kControlPasses,    // passes made since they were armed
+  kControlLimit,     // passes that were armed
+  kControlReason,    // StopReason bits of the last pass
+  kControlSequence,  // number of the next record in the ring
+  kControlEnds,      // number of finished requests at which the passes stop
+  kControlEnded,     // requests that finished since the passes were armed
+  kControlLoops,     // iterations of a graph's loop since then: bounds a body that ends no pass
   kControlWords = 8
 };
 
@@ -62,18 +62,19 @@ struct AdvanceBatchParams {
   int32_t* tokens;             // [slots, token_len], by absolute position
   int32_t* last_token;         // [batch]
   int32_t* remaining;          // [batch], decreased; 0 if the request finished
-  int32_t* num_new;            // [batch]
+  int32_t* num_new;            // [batch], tokens taken in this pass
   const int32_t* granted;      // [batch], slots that the request's pages hold
   int32_t* control;            // [kControlWords]
   RingView ring;
   int64_t batch, max_emitted, emitted_stride, logprobs_stride;
-  int64_t num_slots, token_len, tokens_stride, lookahead;
+  int64_t num_slots, token_len, tokens_stride;
+  int64_t lookahead;  // slots past context_len that the next pass may write
 };
 
 struct ArmPassesParams {
   int32_t* control;  // [kControlWords]
   RingView ring;
-  int32_t limit, ends;
+  int32_t limit, ends;  // passes, finished requests
 };
 
 }  // namespace tlt

@@ -1,5 +1,5 @@
 // Device code that the layer kernels share: 16-byte chunks of a row, and the element-wise maths of
-// the norm and the activation, so that a fused op has the bits of the two separate ops.
+// the norm and the activation, so that a fused op is bit-identical to the two separate ops.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The float32 linears, with the bits of the CPU (csrc/layers/dot.h): in each part of K, element k
+// The float32 linears, bit-identical to the CPU (csrc/layers/dot.h): in each part of K, element k
 // goes to lane k % 16 by a fused multiply-add in rising k, and the 16 lanes fold pairwise; the
 // parts are added as a binary tree. For comparing engines; the 16-bit kernels are for speed.
 //

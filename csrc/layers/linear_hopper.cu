@@ -1,5 +1,5 @@
 // linear_rows and linear_silu_mul for more than 8 rows, or many weights, of float16 or bfloat16 on
-// sm_90a, with the bits of the decode kernel (order of the sum: linear.cuh), by tensor copies and
+// sm_90a, bit-identical to the decode kernel (order of the sum: linear.cuh), by tensor copies and
 // wgmma.
 //
 // A tile is 64 or 128 weight rows (operand A, 64 to a warpgroup) x 64 to 160 rows of x (operand B).

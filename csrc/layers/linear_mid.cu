@@ -1,6 +1,6 @@
-// The linears of a small model's layer for 9 rows or more (17 if they append), of whole blocks of
-// K. There are too few rows for tiles of wgmma to fill the card, and too many to read them again
-// for every 8 weight rows (order of the sum: linear.cuh).
+// The linears of a small model's layer for 9 rows or more (17 if they append) and a K that is a
+// multiple of 64. There are too few rows for tiles of wgmma to fill the card, and too many to read
+// x again for every 8 weight rows, as linear_small.cu does (order of the sum: linear.cuh).
 //
 // A block owns up to 64 weight rows (of pairs, the low and the high rows, as fragments hold them:
 // pairs.cuh) and a piece of 16 or 32 rows of x; pieces are the grid's second axis. Each of its 8

@@ -1,11 +1,11 @@
 // The linears of few rows of a small model's layer, with all weights in registers: K up to 1,536,
 // at most two blocks a multiprocessor (order of the sum: linear.cuh).
 //
-// Launches in a small model are so short that the time after a kernel's input exists decides. So a
-// block does all other work before: each lane loads its weights for the tensor cores at once, and
-// computes the addresses of its outputs. Then each of 8 warps loads x for its part of K, all of it
-// at once, and multiplies; the parts are added in shared memory. Blocks are small, so that blocks
-// of the next launches fit on the same multiprocessor and load their weights in time.
+// A launch of a small model is so short that the latency from its input x to its result decides. So
+// a block does all work that needs no x first: each lane loads all of its weights and computes the
+// addresses of its outputs. When x exists, each of 8 warps loads x for its part of K, all of it at
+// once, and multiplies; the parts are added in shared memory. Blocks are small, so that blocks of
+// the next launches fit on the same multiprocessor and load their weights in time.
 //
 // A block owns up to 8 weight rows, or 8 or 16 pairs of them (pairs.cuh): low and high rows of a
 // fragment. Bytes: the weights.

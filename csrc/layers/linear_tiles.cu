@@ -1,5 +1,5 @@
 // linear_rows and linear_silu_mul, with or without a norm before, for any float16 or bfloat16 rows,
-// with the bits of the decode kernel (order of the sum: linear.cuh): the parts of K are summed one
+// bit-identical to the decode kernel (order of the sum: linear.cuh): the parts of K are summed one
 // after the other. The only kernel for any number of parts and any rows.
 //
 // A block owns 64 weight rows x 64 rows of x, a warp 32 x 32 outputs. Both operands pass through a

@@ -30,7 +30,7 @@ struct LinearParams {
   const void* norm_weight;  // [in_dim], dtype; null: no norm
   const void* weight;       // [out_dim, in_dim], dtype; silu_mul: out_dim / 2 of gate, then of up
   const void* bias;         // [out_dim], dtype; may be null; silu_mul: null
-  const void* residual;     // [rows, out_dim], out_dtype; may be null, may be out itself; the same
+  const void* residual;     // [rows, out_dim], out_dtype; may be null or out; silu_mul: null
   void* out;                // [rows, out_dim], out_dtype; silu_mul: [rows, out_dim / 2]
   int64_t rows, in_dim, out_dim;
   int64_t x_stride, weight_stride, residual_stride, out_stride;  // of a row

@@ -2,12 +2,12 @@
 // The kept sets are exactly those of the CPU: ids are ordered by (logit desc, id asc), weights are
 // integers.
 //
-// Where only the token is needed, top-p does not compute the cut. It draws the best score among the
-// ids that rank before some bound. The draw is final if the mass of the ids before it is less than
-// top_p of the whole mass. Otherwise it and the ids behind it are not kept either, and the next
-// draw is among the ids before it. Most rows end after one such test. The test leaves a bit for
-// every id before the bound; if these are few, the next draw and test visit only them. A float32
-// sum decides, unless it comes within kDoubt of the threshold; then the integer sums decide.
+// Where only the token is needed, top-p does not compute the smallest kept logit. It draws the best
+// score among the ids that rank before a bound, at first all. The drawn id is kept, and the draw
+// final, if the mass of the ids that rank before it is less than top_p of the whole mass.
+// Otherwise it becomes the bound of the next draw. Most rows end after one test. The test stores a
+// bit for every id before the bound; if these are few, the next draw and test visit only them. A
+// float32 sum decides, unless it is within kDoubt of the threshold; then the integer sums decide.
 #pragma once
 
 #include "sampling/id_bits.cuh"

@@ -42,10 +42,10 @@ struct VerifyOutputArrays {
   int32_t* emitted;          // [num_requests, max_emitted]
   float* logprobs;           // [num_requests, max_emitted]
   float* filtered_logprobs;  // [num_requests, max_emitted], may be null
-  int32_t* path;             // [num_requests, max_emitted]
+  int32_t* path;             // [num_requests, max_emitted], row within the request of each draw
   int64_t emitted_stride, logprobs_stride, filtered_stride, path_stride, max_emitted;
   int32_t* num_emitted;  // [num_requests]
-  int32_t* finish;       // [num_requests]
+  int32_t* finish;       // [num_requests], Finish
 };
 
 struct VerifyParams {
