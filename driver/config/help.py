@@ -17,13 +17,13 @@ spot trainer trains the drafter in time that the tail of each rollout leaves idl
 kept under runs/<name>: metrics, samples, checkpoints, report, summary.
 
 With --dry-run: print the memory that the run would take, and run nothing; then
-model.path may be a folder with only a config.json. A run on a card is refused by the same
-numbers."""
-WARM = """Make a warm start, a warmed-up policy with its drafter, once, and keep it.
+model.path may be a folder with only a config.json. Without it, a run that by these numbers
+does not fit into its card is refused."""
+WARM = """Make and keep a warm start: a policy after supervised warm-up, with its drafter.
 
-tlt train with the same settings and warmup.keep=true starts from it; its folder can be used as
-model.path= and as model= of tlt generate. The same settings give the same bits on cards of one
-kind: compare the printed fingerprints."""
+tlt train with the same settings and warmup.keep=true starts from it. Its folder can be used as
+model.path=, and as model= of tlt generate. The same settings give the same bits on cards of one
+kind; compare the printed fingerprints."""
 
 
 def help_text(command: str, argv: Sequence[str] = ()) -> str:

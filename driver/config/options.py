@@ -54,12 +54,10 @@ class IdentityOptions(Section):
     """Check on many tokens that speculation changes none.
 
     Runs the same requests without speculation and with each strategy, and compares tokens, lengths
-    and log-prob bits. Four more arms: `oracle` hides the right tokens on random branches among
-    wrong siblings, `mixed` switches the strategy at every pass, `preempt` does so with too few KV
-    pages, `arrivals` does so with requests that arrive late, are aborted and resumed, and are
-    continued by a tool; there the wanted tokens come from a plain rollout for each turn. Exits with
-    1 if anything differs. Drafts are verified with shared noise: `engine.verify=rejection` keeps
-    the distribution of tokens and not the tokens.
+    and log-prob bits. Exits with 1 if anything differs. Four more arms: `oracle` drafts the right
+    tokens on random branches among wrong siblings, `mixed` switches the strategy at every pass,
+    `preempt` does so with too few KV pages, `arrivals` does so with requests that arrive late, are
+    aborted and resumed, and are continued by a tool (compared with a plain rollout for each turn).
     """
 
     model: str = setting("tiny", "tiny, smollm2, a Hugging Face folder, or a checkpoint of a run")
@@ -112,10 +110,10 @@ class ExportOptions(Section):
 
 @dataclass(frozen=True)
 class DryRunOptions(Section):
-    """What `--dry-run` takes besides the settings of the run; 0: measured or assumed."""
+    """Options of `--dry-run`, besides the settings of the run."""
 
-    memory_gb: float = setting(0.0, "memory of the card, in 10^9 bytes; 0: of this one", low=0)
-    prompt_tokens: int = setting(0, "of the longest prompt; 0: by the tokenizer, else 256", low=0)
+    memory_gb: float = setting(0.0, "memory of the card, in 10^9 bytes; 0: measured", low=0)
+    prompt_tokens: int = setting(0, "of the longest prompt; 0: counted, else 256", low=0)
     ranks: list[int] = setting(
         [1], "ranks that share the run; several numbers, such as 8,16,64, compare the memory", low=1
     )

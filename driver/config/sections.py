@@ -42,7 +42,7 @@ class RunConfig(Section, prefix="run."):
     keep_checkpoints: int = setting(2, "newest checkpoints that stay on the disk", low=1)
     resume: bool = setting(False, "continue the run in this folder from its last checkpoint")
     timeout_s: float = setting(600.0, "seconds that a rank waits for another one", above=0)
-    check_memory: bool = setting(True, "refuse a run that a card would not hold at full length")
+    check_memory: bool = setting(True, "refuse a run that by --dry-run does not fit into its card")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,7 +99,7 @@ class WarmupConfig(Section, prefix="warmup."):
         0, "optimizer steps of the drafter; 0: it starts untrained; needs warmup.keep=true", low=0
     )
     drafter_tokens: int = setting(2048, "tokens of a drafter step", low=1)
-    responses: int = setting(64, "sampled and worked responses each, for the drafter", low=1)
+    responses: int = setting(64, "sampled responses, and as many worked, for the drafter", low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +114,7 @@ class TaskConfig(Section, prefix="task."):
     name: str = setting(
         "sums",
         "sums, puzzles, addition, multiplication, calculator (turns with a tool), jsonl,"
-        " reasoning_gym, or questions (no reward)",
+        " reasoning_gym, questions (no reward), or a class of yours: file.py:Class",
     )
     path: str = setting(
         "",
@@ -124,8 +124,8 @@ class TaskConfig(Section, prefix="task."):
     shots: int = setting(4, "addition, multiplication, jsonl: worked examples in a prompt", low=0)
     difficulty: int = setting(
         1,
-        "digits of the numbers: calculator: at most as many; puzzles, addition, multiplication: at"
-        " most one more; sums: at most two more",
+        "sets the most digits of a number: as many for calculator, one more for puzzles, addition"
+        " and multiplication, two more for sums",
         low=1,
         high=16,
     )
@@ -163,8 +163,8 @@ class ToolConfig(Section, prefix="tool."):
     turns: int = setting(8, "most turns of the model in a response", low=1)
     turn_tokens: int = setting(
         0,
-        "longest turn of the model, which ends the response, and longest answer, whose rest is cut"
-        " off, in tokens; 0: only sampling.max_new_tokens is a limit",
+        "most tokens of a turn of the model, which then ends the response, and of an answer, which"
+        " is cut off; 0: only sampling.max_new_tokens is a limit",
         low=0,
     )
     on_error: str = setting(
@@ -194,8 +194,8 @@ class EngineConfig(Section, prefix="engine."):
     max_batch: int = setting(64, "requests that run at once", low=1)
     max_len: int = setting(
         0,
-        "most tokens of a request, prompt included; tables are as long; 0: sampling.max_new_tokens"
-        " and twice the longest prompt; at most the model's context",
+        "most tokens of a request, prompt included; 0: sampling.max_new_tokens and twice the"
+        " longest prompt; at most the model's context",
         low=0,
     )
     tensor_parallel: int = setting(
@@ -223,8 +223,8 @@ class EngineConfig(Section, prefix="engine."):
     prefill_chunk: int = setting(256, "tokens of a prefill pass", low=1, high=MAX_PREFILL_CHUNK)
     graphs: str = setting(
         "auto",
-        "CUDA graphs: off, a launch per pass, or a launch for many passes (loop); auto: the most"
-        " that the device and its driver can do",
+        "CUDA graphs: off, pass (a launch for each pass), loop (a launch for many passes), or auto"
+        " (the most that the device and its driver can do)",
         words=("auto", "off", "pass", "loop"),
     )
     graph_mib: int = setting(0, "MiB of device memory for CUDA graphs; 0: no limit", low=0)
@@ -260,7 +260,7 @@ class BanditConfig(Section, prefix="bandit."):
     """Choice of a strategy for each batch size."""
 
     epsilon: float = setting(0.1, "beg: probability of a random arm", low=0, high=1)
-    window_passes: int = setting(8, "passes that make one reward", low=1)
+    window_passes: int = setting(8, "passes of one measurement of an arm", low=1)
     buckets: list[int] = setting(
         [1, 2, 4, 8, 16], "rising batch sizes; each has its own values of the strategies", low=1
     )
@@ -302,7 +302,7 @@ class DrafterConfig(Section, prefix="drafter."):
     """The one-layer drafter, which exists if a learned or hybrid strategy does."""
 
     draft_vocab: int = setting(0, "tokens that it drafts; 0: the whole vocabulary", low=0)
-    unroll: int = setting(3, "steps unrolled in training", low=1, high=16)
+    unroll: int = setting(3, "drafted tokens in a row that training unrolls", low=1, high=16)
     lr: float = setting(2e-3, "learning rate of its warm-up", above=0)
 
 
@@ -329,9 +329,9 @@ class SpotConfig(Section, prefix="spot."):
         0.25, "share of a micro-step taken from long responses of the previous step", low=0, high=1
     )
     final_steps: int = setting(8, "micro-steps after the rollout, before the update", low=0)
-    average: int = setting(64, "micro-steps averaged for the weights that draft; 0: none", low=0)
+    average: int = setting(64, "micro-steps over which its weights are averaged; 0: none", low=0)
     swap_every: int = setting(8, "micro-steps between two versions of the drafter", low=1)
-    checkpoint_every: int = setting(0, "micro-steps between own checkpoints; 0: the run's", low=0)
+    checkpoint_every: int = setting(0, "micro-steps between its checkpoints; 0: the run's", low=0)
 
 
 @dataclass(frozen=True)
@@ -351,8 +351,8 @@ class GrpoConfig(Section, prefix="grpo."):
     )
     lr: float = setting(1e-4, "learning rate of the policy", above=0)
     warmup_steps: int = setting(0, "steps of linear learning-rate warm-up", low=0)
-    clip_low: float = setting(0.2, "the ratio is clipped below at 1 - clip_low", above=0, high=1)
-    clip_high: float = setting(0.0, "and above at 1 + clip_high; 0: .28 for dapo, else .2", low=0)
+    clip_low: float = setting(0.2, "lower clip of the ratio, 1 - clip_low", above=0, high=1)
+    clip_high: float = setting(0.0, "upper clip, 1 + clip_high; 0: .28 for dapo, else .2", low=0)
     kl_coef: float = setting(
         0.0, "weight of the KL divergence from the initial policy; 0: no reference model", low=0
     )
@@ -363,15 +363,15 @@ class GrpoConfig(Section, prefix="grpo."):
     micro_batch_tokens: int = setting(1024, "tokens of a packed forward and backward pass", low=1)
     tail_tokens: int = setting(
         0,
-        "tokens of the first of these passes, which may run during the tail of the rollout, with"
-        " the groups that are complete; 0: the update begins after the rollout",
+        "tokens of the first packed pass, which may run during the tail of the rollout, with the"
+        " groups that are complete; 0: the update begins after the rollout",
         low=0,
     )
     checkpointing: bool = setting(False, "recompute layers in the backward pass to save memory")
     offload: str = setting(
         "none",
-        "kept in host memory: Adam's moments, or all of float32 weights, gradients and moments,"
-        " which visit the card",
+        "kept in host memory: none, moments (of Adam), or all (float32 weights, gradients and"
+        " moments, copied to the card when they are needed)",
         words=("none", "moments", "all"),
     )
     shard: str = setting(
@@ -380,7 +380,7 @@ class GrpoConfig(Section, prefix="grpo."):
         words=("auto", "true", "false"),
     )
     max_grad_norm: float = setting(1.0, "the gradient is clipped to this norm", above=0)
-    weight_decay: float = setting(0.0, "AdamW's, of matrices only", low=0)
+    weight_decay: float = setting(0.0, "of AdamW, for matrices only", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
