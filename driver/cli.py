@@ -31,7 +31,7 @@ def main() -> NoReturn:
         del sys.argv[1]
         start(name)
     lines = [f"  {command:<10}{about}" for command, about in COMMANDS.items()]
-    usage = "\n".join(["usage: tlt COMMAND ...", "", *lines, "", "tlt COMMAND --help says more"])
+    usage = "\n".join(["usage: tlt COMMAND ...", "", *lines, "", "options: tlt COMMAND --help"])
     if name in HELP:
         sys.stdout.write(usage + "\n")
         sys.exit()

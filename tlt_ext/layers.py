@@ -24,8 +24,8 @@ def linear_rows(
 
     The order of the sum depends on K alone, so a row has the same bits alone, in a batch and in a
     prefill. The weights are read once for every 64 rows. float32 has the same bits on CPU and GPU.
-    With `norm_weight` the result has the bits of `rms_norm` followed by this op, without an array
-    in between; on a GPU that is faster for few rows and weights (`driver/model/target.py`).
+    With `norm_weight` the result is bit-identical to `rms_norm` followed by this op, without an
+    array in between; on a GPU this is faster for few rows and weights (`driver/model/target.py`).
 
     K is cut into blocks of 64. Part w of 8 sums the blocks w, w + 8, ..., and the parts are added
     as ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). So K can be divided among 1, 2, 4 or 8 ranks: rank
@@ -93,8 +93,8 @@ def fold_partials(
 ) -> None:
     """Adds the partial sums of all ranks as a binary tree, then bias and residual; rounds once.
 
-    With the sums of `linear_rows(parts=8 // R)` of R ranks, out has the bits of `linear_rows` on
-    one rank, for every R.
+    With the sums of `linear_rows(parts=8 // R)` of R ranks, out is bit-identical to `linear_rows`
+    on one rank, for every R.
 
     On GPUs of one host, partials and flags may be symmetric memory. With flags the kernel waits
     until the earlier kernels of all ranks on their streams have ended, so no other barrier is

@@ -2,7 +2,7 @@
 
 A linear adds up K in eight parts: part w is the sum of the blocks of 64 columns w, w + 8, ..., and
 the parts are added as a binary tree (docs/notes/layers.md). A rank of R owns 8 / R consecutive
-parts, which are a subtree. So the sum of the ranks' partial sums, in the same tree, has the bits of
+parts, which are a subtree. So the ranks' partial sums, added in the same tree, are bit-identical to
 one rank's sum.
 """
 

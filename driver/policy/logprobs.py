@@ -41,8 +41,8 @@ def token_logprobs(
         tokens: int64 [M], the sampled ids.
         temperature: float or float [M], divides the logits; 0 leaves them as they are.
         entropy_grad: whether the entropy has a gradient.
-        loss_gradient: the gradient that the log-probs will have, if it is known by then. The
-            backward pass takes it for the one that it gets; the entropy has none.
+        loss_gradient: the gradient of the loss by the log-probs, if the caller knows it already.
+            The backward pass uses it instead of the gradient that it gets; the entropy has none.
 
     Example:
         >>> token_logprobs(torch.eye(2), torch.zeros(4, 2), torch.tensor([0, 3]), 1.0)[0].exp()

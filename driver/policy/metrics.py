@@ -74,8 +74,8 @@ def logprob_metrics(
     """Entropy, and the difference between the log-probs of rollout and trainer; {} without tokens.
 
     Warns when the difference shows that the two hold different weights. `batches` are of this rank,
-    with old log-probs and entropy. The negative log-probs of `idle`, the responses of the step that
-    are in no batch, stand for their entropy, which is the mean of those.
+    with old log-probs and entropy. For `idle`, the responses of the step that are in no batch, the
+    negative log-probs are used, whose mean is the entropy.
     """
     sums = torch.zeros(3, dtype=torch.float64)  # tokens, |difference|, entropy
     largest = torch.zeros((), dtype=torch.float64)

@@ -15,7 +15,7 @@ def in_order(responses: Sequence[Response], part: Sequence[int]) -> Row:
 
     So the first groups are known while others run: a finished group precedes each group with an
     unfinished response that has more tokens. Groups of equal length are in the order of their ids.
-    The responses are whole groups, `part` are indices of them.
+    The responses are whole groups; `part` are their indices.
     """
     longest: dict[int, int] = defaultdict(int)
     for response in responses:

@@ -1,10 +1,10 @@
 """Causal attention of packed documents on a GPU and its gradients, in Triton.
 
 A block owns a tile of rows of one document: of queries for the output and their gradient, of keys
-for the gradients of keys and values. It goes through the other side of the document in a fixed
-order and adds nothing up in memory. So results are deterministic and do not depend on the other
-documents of a row, heads share keys and values without copies, and the tiles of a long document
-run side by side. Scores are computed twice in the backward pass.
+for the gradients of keys and values. It loops over the keys, or the queries, of the document in a
+fixed order, without atomic additions in memory. So results are deterministic and do not depend on
+the other documents of a row. Heads share keys and values without copies, and the tiles of a long
+document run in parallel. Scores are computed twice in the backward pass.
 
 Shapes: T tokens, H query heads that share K key heads, D values of a head, a power of 2. Kernels
 read rows of one head and document at a pointer: a row is H * D or K * D values after the one
