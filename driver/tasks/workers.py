@@ -7,6 +7,7 @@ whether it ends the run or counts as 0.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
 import time
@@ -17,7 +18,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ..common.errors import UserError
+from ..common.errors import UserError, user_code
 from ..common.numbers import finite, shown
 from ..config.sections import RewardConfig
 from . import Prompt, Task
@@ -127,7 +128,8 @@ class _Worker:
         resource_tracker.ensure_running()  # its start would unblock the signal
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self.process.start()
+            with user_code("reward.workers: the task cannot be sent to a process; set it to 0"):
+                self.process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         child.close()
@@ -138,10 +140,10 @@ class _Worker:
     def start(self, job: Job, timeout_s: float) -> None:
         self.job, self.timeout_s = job, timeout_s
         self.deadline = time.monotonic() + timeout_s + (0.0 if self.started else START_S)
-        try:
+        what = f"reward.workers: prompt {job[1].id} cannot be sent to a process; set it to 0"
+        # If the worker died between two samples, `receive` reads the end of the pipe.
+        with user_code(what), contextlib.suppress(OSError):
             self.pipe.send(job[1:])
-        except OSError:
-            pass  # the worker died between two samples: `receive` reads the end of the pipe
 
     def receive(self) -> tuple[Job, tuple[Any, str]] | None:
         """Reads one message: a job with its reward and error, or None when the worker started."""

@@ -115,6 +115,16 @@ def test_a_failure_names_its_sample(workers, text, reason):
         assert score(texts, workers, timeout_s=timeout_s, on_error="zero") == [1, 3, 0.0, 6]
 
 
+@pytest.mark.parametrize(
+    ("name", "answer", "what"), [(lambda: 1, "0", "the task"), ("moody", lambda: 1, "prompt p")]
+)
+def test_what_no_process_can_receive_is_one_line(name, answer, what):
+    workers = RewardWorkers(Moody(name), RewardConfig(workers=1))
+    with pytest.raises(UserError, match=f"reward.workers: {what} cannot be sent to a process"):
+        workers.submit(0, Prompt("p", "", answer), "a")
+    workers.close()
+
+
 def test_the_time_out_begins_when_the_worker_has_started():
     """A start that takes longer than `timeout_s` is not a failure of the sample."""
     workers = RewardWorkers(SlowStart(), RewardConfig(workers=1, timeout_s=2.0))
