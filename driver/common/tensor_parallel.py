@@ -19,7 +19,7 @@ T = TypeVar("T")
 GRACE_S = 10.0  # by which GPUs wait longer, so that the host names the lost rank first
 
 # all_gather_into_tensor is the name before torch 2.13.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class TensorParallel:
     def all_gather(self, part: Tensor, out: Tensor) -> None:
         """Writes the parts of all ranks, in their order, into `out` [size, *part.shape]."""
         with self.world.waiting(self.ranks):
-            _all_gather(out.flatten(0, 1), part, group=self.group)
+            all_gather(out.flatten(0, 1), part, group=self.group)
 
     def check(self, begun_s: float) -> None:
         """Raises UserError if a pass begun at `begun_s` (`time.monotonic`) exceeds its time."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
+from ..common.tensor_parallel import all_gather
 from ..common.world import World
 from .host_moments import MOMENTS, HostMoments, local
 from .host_weights import HostWeights, device_norms
@@ -261,7 +262,7 @@ class PolicyWeights:
             return self._placed(part, param).full_tensor()
         whole = part.new_empty(param.shape)  # full_tensor takes more of the host's time
         group = self._meshes[part.device.type].get_group()
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        all_gather(whole, part.contiguous(), group=group)
         return whole
 
     def _placed(self, part: Tensor, param: Tensor) -> Any:
