@@ -21,7 +21,7 @@ from tlt_ext.sampling import NOISE_VERSION
 
 from ..common.deterministic import deterministic
 from ..common.errors import UserError
-from ..common.storage import user_path
+from ..common.storage import storage_errors, user_path
 from ..config.load import Config, preset_title, to_yaml
 from ..config.sections import ToolConfig
 from ..config.strategy import OFF, parse_strategies
@@ -108,6 +108,8 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
     if not config.warmup.steps:
         raise UserError("warmup.steps: 0 makes no warm start; set it, or warmup.keep=false")
     task = make_task(**asdict(config.task))
+    with storage_errors(folder):  # not after hours of training
+        folder.mkdir(parents=True, exist_ok=True)
     policy, tokenizer = load_policy(config, find_model(config, note))
     encode = prompt_encoder(config, task, tokenizer)
     phases = Phases()

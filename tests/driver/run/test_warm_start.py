@@ -273,6 +273,13 @@ def test_refusals(config):
         warm.warm_start(none, lambda line: None)
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_training(config, monkeypatch):
+    monkeypatch.setattr(warm, "warm_up", lambda *_: pytest.fail("trained"))
+    nowhere = replace(config, run=replace(config.run, root="/dev/null/runs"))
+    with pytest.raises(UserError, match=r"runs/warm/tiny-\w+: cannot be written .Not a dir"):
+        warm.warm_start(nowhere, lambda line: None)
+
+
 def test_the_preset_fits_its_card_and_its_task():
     config = load_config(["preset=h100"])
     assert config.warmup.keep
