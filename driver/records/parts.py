@@ -43,7 +43,10 @@ def save_parts(folder: Path, parts: Parts, group: dist.ProcessGroup | None) -> N
         mine, errors = errors[0], [""] * dist.get_world_size(group)
         dist.all_gather_object(errors, mine, group)
     if any(errors):
-        raise UserError(f"{folder}: cannot be written ({next(filter(None, errors))})")
+        reason = next(filter(None, errors))
+        raise UserError(
+            f"{folder}: cannot be written ({reason}); free space or choose another path"
+        )
 
 
 def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:

@@ -21,6 +21,7 @@ from driver.records import checkpoint as run_checkpoint
 from driver.records import folder as run_folder
 from driver.records.checkpoint import latest_checkpoint, save_checkpoint, whole_checkpoints
 from driver.records.folder import RunFolder, Sample, read_jsonl
+from driver.records.parts import save_parts
 from driver.rollout.bandit import Bandit
 
 SAMPLE = Sample("t-1", "1+1=", "<b>2</b>\nüñ", 1.0, 3, "stop")
@@ -306,6 +307,11 @@ def test_no_space_left_is_named(tmp_path):
     with pytest.raises(UserError, match=r"No space left on device\); free space or choose another"):
         save_checkpoint(tmp_path, 2, write_full, {}, keep=1)
     assert names(tmp_path) == []
+
+
+def test_parts_without_space_are_one_line(tmp_path):
+    with full_disk(1000), pytest.raises(UserError, match="w: cannot be written .*; free space or"):
+        save_parts(tmp_path / "w", {"weight": {"w": torch.zeros(4000)}}, None)
 
 
 def test_a_disk_that_fills_up_as_torch_closes_its_file_is_named(tmp_path):
