@@ -376,7 +376,8 @@ class GrpoConfig(Section, prefix="grpo."):
     )
     shard: str = setting(
         "auto",
-        "ranks share the float32 state (FSDP2); auto: with grpo.offload, or if all does not fit",
+        "ranks share the float32 state (FSDP2), with grpo.offload=all always; auto: with moments"
+        " too, or if all does not fit",
         words=("auto", "true", "false"),
     )
     max_grad_norm: float = setting(1.0, "the gradient is clipped to this norm", above=0)
