@@ -59,6 +59,8 @@ def load_config(argv: Sequence[str], *, saved: bool = False) -> Config:
     preset = words.pop("preset", DEFAULT_PRESET)
     types = {key: t for kind in section_types().values() for key, t in field_types(kind).items()}
     texts = _read_preset(preset)
+    if saved and not texts:  # its defaults would be compared
+        raise UserError(f"{preset}: has no settings; restore it")
     if saved and (unknown := texts.keys() - types.keys()):
         names = ", ".join(key for key in texts if key in unknown)
         warnings.warn(f"{preset}: {names}: no longer a setting, ignored", stacklevel=2)

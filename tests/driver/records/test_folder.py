@@ -278,6 +278,9 @@ def test_resume_refuses_other_settings_and_missing_runs(tmp_path):
     RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "spot.mode=serial"))
     with pytest.raises(UserError, match="run.resume: .*/b contains no run"):
         RunFolder(config(tmp_path, "run.name=b", "run.resume=true"))
+    (tmp_path / "a" / "config.yaml").write_text("")
+    with pytest.raises(UserError, match="a/config.yaml: has no settings; restore it"):
+        RunFolder(config(tmp_path, "run.name=a", "run.resume=true"))
     with pytest.raises(UserError, match="run.resume: no run tiny under"):
         RunFolder(config(tmp_path, "run.resume=true"))
 
