@@ -97,10 +97,10 @@ def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         before[target["name"]] if target["got"] is None and target["name"] in before else target
         for target in new["targets"]
     ]
-    both = {
-        name: mark.join(dict.fromkeys([*old["meta"][name].split(mark), new["meta"][name]]))
-        for name, mark in (("command", " && "), ("commit", ", "))
-    }
+    both = {}
+    for name, mark in (("command", " && "), ("commit", ", ")):
+        last = new["meta"][name]
+        both[name] = mark.join([*filter(last.__ne__, old["meta"][name].split(mark)), last])
     return {"meta": new["meta"] | both, "rows": rows, "targets": targets}
 
 

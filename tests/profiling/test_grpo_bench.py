@@ -241,6 +241,8 @@ def test_another_limit_has_its_own_runs_cases_and_target(runs, tmp_path, monkeyp
     got = {target["name"]: target["got"] for target in both["targets"]}
     measured = {name: value for name, value in got.items() if value is not None}
     assert measured == {**whole.got, "over_trl_hf_x": 15.0}
+    assert both["meta"]["command"] == "old && new"
+    assert joined(both, old)["meta"]["command"] == "new && old"  # measured again
 
 
 def test_a_limit_is_compared_with_the_preset():
