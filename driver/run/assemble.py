@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -13,7 +14,7 @@ from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec
 from ..rollout.request import Request, SamplingParams
 from ..session.load import end_ids
-from ..tasks import Split, Task
+from ..tasks import Split, Task, make_task
 
 PROMPT_SAMPLE = 512  # prompts of a generated task whose lengths are checked
 CHUNK = 512  # prompts tokenized at once
@@ -74,6 +75,16 @@ def check_ranks(config: Config, ranks: int) -> None:
     """Raises UserError if so many ranks cannot share the prompts and the model of a run."""
     shared, prompts = config.engine.tensor_parallel, config.grpo.prompts_per_step
     check_group(ranks, shared)
+    if ranks == 1 and config.spot.mode == "coordinated":
+        raise UserError(
+            "spot.mode=coordinated: expected several ranks, got one; start with torchrun, or choose"
+            " serial, overlapped or auto"
+        )
+    if shared > 1 and (task := make_task(**asdict(config.task))).has_turns:
+        raise UserError(
+            f"engine.tensor_parallel={shared}: task {task.name} has turns, whose answers come at"
+            " any time; set it to 1"
+        )
     if shared > 1 and config.spot.rebalance:
         raise UserError(
             f"engine.tensor_parallel={shared}: its ranks cannot hand over requests; set"

@@ -20,6 +20,7 @@ from ..tasks import make_task
 from .assemble import check_context, check_engine, check_prompts, check_ranks, prompt_encoder
 from .fit import as_words, changed, check_fits, decided, faster, fits, fitting, memory_gb
 from .footprint import RunShape, comparison, policy_spec, table
+from .warm_start import check_dtype
 
 PROMPT_TOKENS = 256  # assumed without a tokenizer
 
@@ -30,6 +31,7 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     Raises UserError if the run does not fit. Several numbers of ranks are only compared.
     """
     words, own, config = read_dry_run(argv)
+    check_dtype(config)
     shape = run_shape(config, shape_folder(config), words.ranks[0], words.prompt_tokens)
     for ranks in words.ranks:
         check_ranks(config, ranks)

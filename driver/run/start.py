@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ..common.errors import UserError, after_error
+from ..common.errors import after_error
 from ..common.stop import StopRequest
 from ..common.storage import user_path
 from ..common.tensor_parallel import TensorParallel
@@ -62,11 +62,6 @@ def start_run(config: Config, note: Callable[[str], None], stop: StopRequest | N
         use_device(config.run.device)
         check_dtype(config)
         task = make_task(**asdict(config.task))
-        if task.has_turns and config.engine.tensor_parallel > 1:
-            raise UserError(
-                f"engine.tensor_parallel={config.engine.tensor_parallel}: task {task.name} has"
-                " turns, whose answers come at any time; set it to 1"
-            )
         source = find_model(config, note)
         checked, shape = check_run(config, source, world.size)
         shard = max(world.gather(checked.grpo.shard))  # cards differ in memory: true if any is
@@ -243,11 +238,6 @@ def for_rank(config: Config, world: World) -> Config:
     """The configuration with the settings that depend on the number of ranks."""
     check_ranks(config, world.size)
     if world.size == 1:
-        if config.spot.mode == "coordinated":
-            raise UserError(
-                "spot.mode=coordinated: expected several ranks, got one; start with torchrun, or"
-                " choose serial, overlapped or auto"
-            )
         return config
     folder = user_path(config.run.root) / (config.run.name or preset_title(config.preset))
     restarted = world.restarts() > 0 and (folder / "config.yaml").exists()  # by torchrun

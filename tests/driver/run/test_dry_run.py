@@ -367,3 +367,19 @@ def test_ranks_beyond_the_prompts_are_refused():
     with pytest.raises(UserError, match="66 ranks for .*=32: each group of 2 needs one"):
         dry_run.dry_run(["ranks=66", "engine.tensor_parallel=2"], lambda line: None)
     dry_run.dry_run(["ranks=32"], lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.dtype=float16"], "model.dtype=float16: gradients underflow"),
+        (["spot.mode=coordinated"], "spot.mode=coordinated: expected several ranks, got one"),
+        (
+            ["engine.tensor_parallel=2", "ranks=2", "task.name=calculator"],
+            "engine.tensor_parallel=2: task calculator has turns",
+        ),
+    ],
+)
+def test_what_a_run_refuses_is_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        dry_run.dry_run(words, lambda line: None)
