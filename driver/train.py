@@ -51,6 +51,7 @@ def train(config: Config, progress: Progress) -> Run:
             raise Stopped(error.name, message) from None
         if isinstance(error, KeyboardInterrupt) and run.world.size > 1:
             raise UserError(run.world.where()) from error
+        progress.note(f"ended after step {run.step}: {saved}")
         raise
     run.close(whole=True)
     return run

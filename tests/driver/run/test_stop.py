@@ -119,7 +119,7 @@ def test_a_signal_that_the_shell_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_an_error_in_a_later_step_saves_what_was_learned(tmp_path, monkeypatch):
+def test_an_error_in_a_later_step_saves_what_was_learned(tmp_path, monkeypatch, capsys):
     scored = RewardWorkers.collect
 
     def collect(self, count):
@@ -142,6 +142,7 @@ def test_an_error_in_a_later_step_saves_what_was_learned(tmp_path, monkeypatch):
     last = steps(tmp_path / "it")[-1]
     assert last >= 2
     assert (tmp_path / "it" / "checkpoints" / f"step-{last:06d}").is_dir()
+    assert f"ended after step {last}: step {last} is saved, run.res" in capsys.readouterr().out
 
 
 def test_the_warm_up_is_saved(tmp_path, monkeypatch):
