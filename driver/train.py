@@ -34,9 +34,9 @@ def train(config: Config, progress: Progress) -> Run:
     stop = StopRequest()
     try:
         run = start_run(config, progress.note, stop)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         message = "stopped while the run was prepared: nothing new is saved"
-        raise Stopped("SIGINT", message) from None
+        raise Stopped.by(error, message) from None
     try:
         with stop:
             run_steps(run, progress)

@@ -21,6 +21,11 @@ class Stopped(UserError):
         self.name = name
         self.exit_code = 128 + getattr(signal, name)
 
+    @staticmethod
+    def by(error: KeyboardInterrupt, message: str = "stopped") -> Stopped:
+        """The end by the signal that an interrupt names; Python's own names none."""
+        return Stopped(str(error) or "SIGINT", message)
+
 
 class StopRequest:
     """Records the first signal inside its block; the second one ends the process at once.
@@ -47,7 +52,7 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.name:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(signal.Signals(number).name)
         self.name = signal.Signals(number).name
 
     def check(self) -> None:

@@ -6,21 +6,22 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn
 
 from ..common.errors import UserError
 from ..common.stop import SIGNALS, Stopped
-
-STOPPED = 130  # the exit code of a process that Ctrl-C ended
 
 
 def run_command(command: Callable[[Sequence[str]], None]) -> None:
     """Runs `command(argv)`; a UserError is one line on stderr and exit code 2.
 
-    SIGTERM, SIGUSR1 and SIGHUP end it as Ctrl-C does, so that the results so far are printed.
+    SIGTERM, SIGUSR1 and SIGHUP end it as Ctrl-C does, so that the results so far are printed. The
+    exit code is 128 plus the signal's number.
     """
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may not know all characters
@@ -38,6 +39,11 @@ def run_command(command: Callable[[Sequence[str]], None]) -> None:
             raise
         sys.stderr.write(f"error: {error.filename}: {error.strerror}; choose a shorter one\n")
         sys.exit(UserError.exit_code)
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped\n")
-        sys.exit(STOPPED)
+    except KeyboardInterrupt as error:
+        ended = Stopped.by(error)
+        sys.stderr.write(f"{ended}\n")
+        sys.exit(ended.exit_code)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(number).name)

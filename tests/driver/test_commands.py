@@ -1,6 +1,7 @@
 """Bad input to the commands: one line with thing and remedy, exit code 2, nothing left."""
 
 import json
+import signal
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from driver import export, generate, identity, train
+from driver.common.stop import SIGNALS
 from driver.config.command import run_command
 from tests.driver.hugging_face import save_model
 
@@ -24,6 +26,19 @@ def fails(capsys, monkeypatch, command, *words):
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1, error
     return error[0]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_has_an_exit_code_of_its_own(capsys, monkeypatch, sent):
+    monkeypatch.setattr(sys, "argv", ["command"])
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    try:
+        with pytest.raises(SystemExit) as stop:
+            run_command(lambda argv: signal.raise_signal(sent))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (stop.value.code, capsys.readouterr().err) == (128 + sent, "stopped\n")
 
 
 @pytest.fixture

@@ -71,14 +71,15 @@ def test_a_signal_saves_the_last_whole_step(unbroken, tmp_path, monkeypatch, num
     assert rolled_out(tmp_path / "it") == rolled_out(unbroken.folder.path)
 
 
-def test_a_signal_during_the_warm_up_says_that_nothing_is_saved(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "code"), [((), 130), (("SIGTERM",), 143)])
+def test_a_signal_during_the_warm_up_says_that_nothing_is_saved(tmp_path, monkeypatch, name, code):
     def interrupted(*_):
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(*name)
 
     monkeypatch.setattr("driver.run.start.warm_up", interrupted)
     with pytest.raises(Stopped, match="while the run was prepared: nothing new is saved") as error:
         run(tmp_path, "it", "warmup.steps=9")
-    assert error.value.exit_code == 130 and not (tmp_path / "it").exists()
+    assert error.value.exit_code == code and not (tmp_path / "it").exists()
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])  # three imports
