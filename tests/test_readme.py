@@ -1,5 +1,6 @@
-"""Every path, link and command in the documents exists."""
+"""What the documents name exists, and their examples run."""
 
+import dataclasses
 import importlib.util
 import re
 import shlex
@@ -8,25 +9,39 @@ from pathlib import Path
 import pytest
 
 import tlt_ext
-from driver.config.load import load_config
+from driver.config.fields import field_types, read_value
+from driver.config.load import load_config, section_types
 from driver.config.options import check_words
+from driver.config.strategy import KINDS
 from driver.model.tiny import build_policy
+from driver.tasks import TASKS
+from driver.tasks.own import OwnTask
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "profiling" / "README.md"]
     if path.name != "THIRD_PARTY_NOTICES.md"
 }
+README, USAGE = DOCUMENTS["README.md"], DOCUMENTS["docs/usage.md"]
 PATH = re.compile(r"`((?:csrc|tlt_ext|driver|tests|profiling|docs|examples)/[\w/.-]*)`")
 NAME_IN = re.compile(r"`((?:tlt_ext|driver)/[\w/]+\.py)`,\s`([\w.]+)`")
 INLINE = re.compile(r"`python -m ([\w.]+)")
+SECTIONS = section_types()
+WORDS = {  # of each setting; empty: others are allowed
+    kind.prefix + item.name: item.metadata["words"] or ()
+    for kind in SECTIONS.values()
+    for item in dataclasses.fields(kind)
+}
+SETTING = re.compile(rf"(?<![\w./])((?:{'|'.join(SECTIONS)})\.\w+)(?:=([^\s`\"]+))?(?=[\s`\"])")
+PYTHON = re.compile(r"^```python\n(.*?)^```", flags=re.S | re.M)
+EXTRA = re.compile(r"-e '\.\[(\w+)\]'")
+PAST = ("CHANGELOG.md", "docs/notes/")  # name settings that are gone
 
 
 def commands(text):
     """The commands of the text's bash blocks, as lists of words."""
-    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
+    blocks = re.findall(r"```bash\n(.*?)```", text.replace("\\\n", " "), flags=re.S)
     lines = [line for block in blocks for line in block.splitlines()]
     parts = [part.strip() for line in lines for part in line.split("&&")]
     return [shlex.split(part, comments=True) for part in parts]
@@ -46,6 +61,26 @@ def test_no_placeholder_is_left(name):
 def test_links_point_to_files(name):
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", DOCUMENTS[name])
     assert [link for link in links if not ((ROOT / name).parent / link).exists()] == []
+
+
+@by_document
+def test_links_point_to_headings(name):
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", DOCUMENTS[name]):
+        text = ((ROOT / name).parent / link if link else ROOT / name).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
+        assert anchor in [
+            re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings
+        ]
+
+
+@by_document
+def test_settings_exist(name):
+    """Keys, and values other than a placeholder such as N or FILE."""
+    types = {key: kind for each in SECTIONS.values() for key, kind in field_types(each).items()}
+    for key, value in [] if name.startswith(PAST) else SETTING.findall(DOCUMENTS[name]):
+        assert key in types
+        if value and not value.isupper():
+            assert read_value(key, types[key], value) in WORDS[key] or not WORDS[key]
 
 
 @by_document
@@ -84,29 +119,60 @@ def test_modules_exist_and_take_their_words(words):
         check_words(command, rest)
 
 
-def python_of(heading):
-    """The code under a heading."""
-    (example,) = re.findall(rf"^## {heading}$.*?^```python\n(.*?)^```", README, flags=re.S | re.M)
+def python_with(name, document):
+    """The example of a document that contains a name."""
+    (example,) = [each for each in PYTHON.findall(DOCUMENTS[document]) if name in each]
     return example
 
 
-def test_the_example_of_the_session_runs(capsys):
-    example = python_of("Use the engine from your own code")
+@pytest.mark.parametrize(("document", "responses"), [("README.md", 8), ("docs/usage.md", 9)])
+def test_the_examples_of_the_session_run(document, responses, capsys):
+    example = python_with("Session", document)
     small = {'"smollm2"': '"tiny"', "max_new_tokens=256": "max_new_tokens=8"}
-    for found, replacement in small.items():
+    for found, replacement in ({"tlt_ext.driver": "driver"} | small).items():
         assert found in example
         example = example.replace(found, replacement)
     policy = build_policy(load_config([]).model, 1)
-    exec(compile(example, "README.md", "exec"), {"new_weights": policy.state_dict()})
+    exec(compile(example, document, "exec"), {"new_weights": policy.state_dict()})
     lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if line.startswith(("length ", "stop "))]) == 8
+    assert len([line for line in lines if line.startswith(("length ", "stop ", "["))]) == responses
+
+
+def test_the_example_of_an_op_runs():
+    names = {}
+    exec(python_with("tlt_ext.sample", "README.md"), names)
+    assert names["tokens"].count_nonzero() == 2 and names["status"].count_nonzero() == 0
+
+
+def test_the_lines_for_trl_are_those_of_its_page():
+    lines = python_with("TltRollout", "README.md").split("\n")
+    assert [line for line in lines if line not in DOCUMENTS["docs/adapters.md"]] == []
+
+
+def test_the_example_of_a_task_is_one():
+    names = {}
+    exec(python_with("class Reverse", "docs/usage.md"), names)
+    task = OwnTask("my_task.py:Reverse", names["Reverse"]())
+    prompt = task.prompt("train", 5)
+    assert (prompt.text, prompt.answer) == ("39595=", "59593")
+    assert (task.reward(prompt, "59593"), task.reward(prompt, "39595")) == (1, 0)
 
 
 def test_the_example_of_the_ops_is_the_one_that_runs():
-    example = python_of("Use the ops")
+    example = python_with("tlt_ext.verify_tree", "docs/usage.md")
     script = (ROOT / "examples" / "ops.py").read_text(encoding="utf-8")
     assert script.endswith('"""\n\n' + example)
     assert len([line for line in example.splitlines() if line]) <= 25
+
+
+def test_the_tables_of_strategies_and_settings_are_complete():
+    rows = dict(re.findall(r"^\| `(\S+)` \| (.*) \|$", USAGE, flags=re.M))
+    assert {kind.form for kind in KINDS.values() if kind.in_config} <= set(rows)
+    found = rows.keys() & WORDS.keys()
+    assert len(found) > 5
+    for key in found:
+        words = TASKS if key == "task.name" else WORDS[key]
+        assert [word for word in words if f"`{word}`" not in rows[key]] == [], key
 
 
 def test_every_op_is_in_the_table():
@@ -118,5 +184,5 @@ def test_every_op_is_in_the_table():
 def test_pip_extras_exist():
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     section = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    extras = set(re.findall(r"-e '\.\[(\w+)\]'", README))
-    assert extras and extras <= set(re.findall(r"^(\w+) = ", section, flags=re.M))
+    extras = {name for text in DOCUMENTS.values() for name in EXTRA.findall(text)}
+    assert len(extras) > 3 and extras <= set(re.findall(r"^(\w+) = ", section, flags=re.M))

@@ -7,14 +7,11 @@ from profiling.rig.workload import trace_lengths
 
 VERSIONS = "vLLM 0.24.0, TRL 1.16.0, transformers 5.17"
 COLUMNS = ("ours", "vLLM", "TRL + vLLM", "`generate`")
-# Case of `bench peers` -> its name.
+# Case of `bench peers` -> its name; `peers_table` has all cases.
 CASES = {
-    "smollm2 plain b1": "SmolLM2-135M, plain, 1 request",
     "smollm2 plain b256": "SmolLM2-135M, plain, 256 requests",
-    "smollm2 speculative b1": "SmolLM2-135M, speculation, 1 request",
     "smollm2 speculative b128": "SmolLM2-135M, speculation, 128 requests",
     "rollout of a step": "SmolLM2-135M, rollout of a GRPO step",
-    "7b plain b1": "7B shape, plain, 1 request",
     "7b plain b256": "7B shape, plain, 256 requests",
     "7b speculative b32": "7B shape, speculation, 32 requests",
 }

@@ -144,7 +144,7 @@ def test_the_fastest_system_is_bold_and_what_is_not_measured_is_empty(tmp_path):
     meta = {"card": "NVIDIA H200", "torch": "2.11.0", "commit": "abc", "date": "2026-01-01"}
     pair = {"tokens_per_s": 200.0, "vllm_tokens_per_s": 3000.0}
     rows = {
-        "peers": [{"case": "smollm2 plain b1", **pair}, {"case": "other", **pair}],
+        "peers": [{"case": "smollm2 plain b256", **pair}, {"case": "other", **pair}],
         "grpo": [
             {"case": "full seed 0, 512 tokens", "tokens_per_s": 20.0},
             {"case": "trl_vllm seed 0, 512 tokens", "tokens_per_s": 10.0},
@@ -154,7 +154,7 @@ def test_the_fastest_system_is_bold_and_what_is_not_measured_is_empty(tmp_path):
         content = json.dumps({"meta": meta, "rows": of, "targets": []})
         (tmp_path / results.TARGETS_CARD / f"{name}.json").write_text(content)
     assert beside.speeds_table(tmp_path)[2:] == [
-        "| SmolLM2-135M, plain, 1 request | 200 | **3,000** |  |  |",
+        "| SmolLM2-135M, plain, 256 requests | 200 | **3,000** |  |  |",
         "| GRPO step, 512 tokens a response | **20** |  | 10 |  |",
         "",
         f"NVIDIA H200, torch 2.11.0; {beside.VERSIONS}. Commits: peers abc, grpo abc.",
