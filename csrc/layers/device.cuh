@@ -231,56 +231,6 @@ __device__ __forceinline__ float squares_of(const float (&sum)[2][4]) {
   return odd ? sum[0][1] + sum[1][1] : sum[0][0] + sum[1][0];
 }
 
-// Called by a warp. Row g of a fragment has elements of row[r] of lanes 4 g to 4 g + 3: every
-// eighth block from `begin`, the same in all lanes, up to `end`. A lane's elements start at offset
-// `at` in a block. Lane 4 g + g / 2 gets the sums of row g.
-template <int kRows, typename T>
-__device__ __forceinline__ void sum_squares(const T* const (&row)[kRows], const int (&dim)[kRows],
-                                            int begin, int end, int at, bool aligned,
-                                            float (&squares)[kRows]) {
-  float sum[kRows][2][4] = {};
-  constexpr int kStep = kParts * kBlockK, kAhead = 4 / kRows;  // steps in flight at once
-  if (aligned) {
-#pragma unroll 1
-    for (int k = begin; k < end; k += kAhead * kStep) {
-      Chunk<T> x[kAhead][kRows][2];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (k + i * kStep >= end) break;
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            x[i][r][h] = load_split(row[r], k + at + i * kStep + h * 32, dim[r]);
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (k + i * kStep >= end) break;
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) add_squares(sum[r][h], x[i][r][h]);
-        }
-      }
-    }
-  } else {
-#pragma unroll 1
-    for (int k = begin; k < end; k += kStep) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          add_squares(sum[r][h], load_split_pieces(row[r], k + at + h * 32, dim[r]));
-        }
-      }
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) squares[r] = squares_of(sum[r]);
-}
-
 // Adds the sums from squares_of of the parts of a row (each part is a row of the fragment); every
 // lane gets the total.
 __device__ __forceinline__ float fold_parts(float squares) {
@@ -294,8 +244,9 @@ __device__ __forceinline__ float fold_parts(float squares) {
 }
 
 // The sum of squares of a row, by one warp, in every lane. float32: the order of csrc/layers/dot.h
-// (both half-warps do the same).
-template <typename T>
+// (both half-warps do the same). kAhead steps of 512 elements are in flight: few suffice if the row
+// has been requested.
+template <int kAhead = 4, typename T>
 __device__ __forceinline__ float warp_squares(const T* row, int dim, bool aligned) {
   const int lane = threadIdx.x % kWarpSize;
   if constexpr (sizeof(T) == 4) {
@@ -307,9 +258,119 @@ __device__ __forceinline__ float warp_squares(const T* row, int dim, bool aligne
     }
     return fold(squares, 16);
   } else {
-    float squares[1];  // of a part to a row of the fragment
-    sum_squares<1>({row}, {dim}, 0, dim, lane / 4 * kBlockK + lane % 4 * 4, aligned, squares);
-    return fold_parts(squares[0]);
+    // Row g of a fragment is part g of the row, in lanes 4 g to 4 g + 3.
+    constexpr int kStep = kParts * kBlockK;
+    const int at = lane / 4 * kBlockK + lane % 4 * 4;
+    float sum[2][4] = {};
+    if (aligned) {
+#pragma unroll 1
+      for (int k = 0; k < dim; k += kAhead * kStep) {
+        const T* from = row + k + at;
+        Chunk<T> x[kAhead][2];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          if (k + i * kStep >= dim) break;
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            x[i][h] = load_split(from, i * kStep + h * 32, dim - k - at);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          if (k + i * kStep >= dim) break;
+#pragma unroll
+          for (int h = 0; h < 2; ++h) add_squares(sum[h], x[i][h]);
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int k = at; k - at < dim; k += kStep) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) add_squares(sum[h], load_split_pieces(row, k + h * 32, dim));
+      }
+    }
+    return fold_parts(squares_of(sum));
+  }
+}
+
+// A row is normed by a block or, if rows are many, short and aligned, by a warp. Both have the
+// order of warp_squares. kRowThreads is the number of threads of a row.
+constexpr int kNormThreads = 256;  // of a block that owns a row
+constexpr int kWarpRows = 4;       // rows of a block whose warps own them
+constexpr int kWarpHeld = 6;       // chunks of such a row that a lane holds, at most
+
+template <int kRowThreads>
+constexpr int kNormBlock = kRowThreads == kWarpSize ? kWarpRows * kWarpSize : kRowThreads;
+
+// A multiprocessor has the registers for 4 rows by blocks, at 64 a thread, and for 20 by warps, at
+// 96. Up to a row a multiprocessor, a block is as fast.
+template <typename T>
+bool warps_own_rows(int64_t rows, int64_t dim, bool aligned) {
+  constexpr int64_t kFewRows = 132;
+  return aligned && rows > kFewRows && dim <= kWarpHeld * kWarpSize * Chunk<T>::kSize;
+}
+
+inline KernelShape norm_shape(int64_t rows, bool warps) {
+  if (warps) return {(rows + kWarpRows - 1) / kWarpRows, kNormBlock<kWarpSize>};
+  return {rows, kNormThreads};
+}
+
+// The row of this thread.
+template <int kRowThreads>
+__device__ __forceinline__ int64_t norm_row_index() {
+  const int64_t block = blockIdx.x;
+  return kRowThreads == kWarpSize ? block * kWarpRows + threadIdx.x / kWarpSize : block;
+}
+
+// Norms the row of this thread. `out` may be x.
+template <int kRowThreads, typename T>
+__device__ __forceinline__ void norm_row(const T* x, const T* weight, T* out, int dim, float eps,
+                                         bool aligned) {
+  constexpr bool kWarp = kRowThreads == kWarpSize;
+  constexpr int kSize = Chunk<T>::kSize, kStep = kRowThreads * kSize;
+  constexpr int kHeld = kWarp ? kWarpHeld : 2;
+  aligned |= kWarp;
+  // A thread's first aligned chunks are requested before the same elements are for the squares.
+  const int first = threadIdx.x % kRowThreads * kSize;
+  const int held_end = aligned ? dim : 0;
+  uint4 held[kHeld], held_weight[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int k = first + i * kStep;
+    if (k >= held_end) break;
+    held[i] = load_whole(x, k, held_end).raw;
+    held_weight[i] = load_whole(weight, k, held_end).raw;
+  }
+  constexpr int kAhead = kWarp ? 2 : 3;  // what 96 and 64 registers allow
+  float scale;
+  if constexpr (kWarp) {
+    scale = norm_scale<T>(warp_squares<kAhead>(x, dim, true), dim, eps);
+  } else {
+    __shared__ float shared_scale;
+    if (threadIdx.x < kWarpSize) {
+      const float squares = warp_squares<kAhead>(x, dim, aligned);
+      if (threadIdx.x == 0) shared_scale = norm_scale<T>(squares, dim, eps);
+    }
+    __syncthreads();
+    scale = shared_scale;
+  }
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int k = first + i * kStep;
+    if (k >= held_end) break;
+    Chunk<T> chunk, of_weight;
+    chunk.raw = held[i];
+    of_weight.raw = held_weight[i];
+    norm_chunk(chunk, scale, of_weight);
+    store_chunk(out, k, held_end, true, chunk);
+  }
+  if constexpr (!kWarp) {
+#pragma unroll 1
+    for (int k = first + (aligned ? kHeld * kStep : 0); k < dim; k += kStep) {
+      Chunk<T> chunk = load_chunk(x, k, dim, aligned);
+      norm_chunk(chunk, scale, load_chunk(weight, k, dim, aligned));
+      store_chunk(out, k, dim, aligned, chunk);
+    }
   }
 }
 

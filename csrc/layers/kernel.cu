@@ -1,12 +1,12 @@
 // rms_norm: out[r, i] = x[r, i] / sqrt(mean(x[r]^2) + eps) * weight[i].
 // silu_mul: out[r, i] = silu(x[r, i]) * x[r, dim + i].
 //
-// One block owns one row of the norm, so its bits never depend on how many rows there are; the
-// order of its sum is in device.cuh (float32: the CPU's). One warp sums the squares of a row, which
-// all warps have requested, while they load the weight. One thread owns one 16-byte chunk of the
-// activation. Both read and write each element once: 2 (norm) and 3 (activation) times rows * dim
-// elements. Rows that are not 16-byte aligned are read element by element, in the same order. Any
-// dim; float32, float16, bfloat16.
+// One block or one warp owns one row of the norm. One warp sums its squares in the order of
+// device.cuh (float32: the CPU's), so the bits never depend on how many rows there are. The row and
+// the weight are requested before, and threads hold them until the sum is known. One thread owns
+// one 16-byte chunk of the activation. Both read and write each element once: 2 (norm) and 3
+// (activation) times rows * dim elements. Rows that are not 16-byte aligned are read element by
+// element, in the same order. Any dim; float32, float16, bfloat16.
 #include "common/cuda.h"
 #include "layers/device.cuh"
 #include "layers/op.h"
@@ -16,48 +16,20 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
+template <typename T, int kRowThreads>
+__global__ void __launch_bounds__(kNormBlock<kRowThreads>)
     rms_norm_kernel(const RmsNormParams p, const bool aligned) {
   launch_dependents();
+  constexpr int kLine = 128 / sizeof(T), kStep = kNormBlock<kRowThreads> * kLine;
   const int dim = static_cast<int>(p.dim);
   const T* weight = static_cast<const T*>(p.weight);
-  constexpr int kLine = 128 / sizeof(T), kSize = Chunk<T>::kSize, kStep = kThreads * kSize;
-  for (int k = threadIdx.x * kLine; k < dim; k += kThreads * kLine) prefetch_line(weight + k);
+#pragma unroll 1
+  for (int k = threadIdx.x * kLine; k < dim; k += kStep) prefetch_line(weight + k);
   wait_for_prior_grid();
-  const T* x = static_cast<const T*>(p.x) + blockIdx.x * p.x_stride;
-  T* out = static_cast<T*>(p.out) + blockIdx.x * p.out_stride;
-  // A thread's first chunks are loaded while one warp sums the squares.
-  constexpr int kHeld = 2;
-  Chunk<T> held[kHeld], held_weight[kHeld];
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int k = threadIdx.x * kSize + i * kStep;
-    if (k >= dim) break;
-    held[i] = load_chunk(x, k, dim, aligned);
-    held_weight[i] = load_chunk(weight, k, dim, aligned);
-  }
-  __shared__ float shared_scale;
-  if (threadIdx.x < kWarpSize) {
-    const float squares = warp_squares(x, dim, aligned);
-    if (threadIdx.x == 0) shared_scale = norm_scale<T>(squares, dim, p.eps);
-  }
-  __syncthreads();
-  const float scale = shared_scale;
-  const auto store = [&](int k, Chunk<T>& chunk, const Chunk<T>& of_weight) {
-    norm_chunk(chunk, scale, of_weight);
-    store_chunk(out, k, dim, aligned, chunk);
-  };
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int k = threadIdx.x * kSize + i * kStep;
-    if (k >= dim) return;
-    store(k, held[i], held_weight[i]);
-  }
-  for (int k = threadIdx.x * kSize + kHeld * kStep; k < dim; k += kStep) {
-    Chunk<T> chunk = load_chunk(x, k, dim, aligned);
-    store(k, chunk, load_chunk(weight, k, dim, aligned));
-  }
+  const int64_t row = norm_row_index<kRowThreads>();
+  if (row >= p.rows) return;
+  norm_row<kRowThreads>(static_cast<const T*>(p.x) + row * p.x_stride, weight,
+                        static_cast<T*>(p.out) + row * p.out_stride, dim, p.eps, aligned);
 }
 
 template <typename T>
@@ -86,8 +58,10 @@ void rms_norm_cuda(const RmsNormParams& p, int device, uintptr_t stream) {
     const bool aligned = is_aligned(p.x, p.x_stride * kBytes, p.dim * kBytes) &&
                          is_aligned(p.out, p.out_stride * kBytes, p.dim * kBytes) &&
                          is_aligned(p.weight, 0, 0);
-    launch_kernel("rms_norm", rms_norm_kernel<T>, {p.rows, kThreads}, as_stream(stream), true, p,
-                  aligned);
+    const bool warps = warps_own_rows<T>(p.rows, p.dim, aligned);
+    launch_kernel("rms_norm",
+                  warps ? rms_norm_kernel<T, kWarpSize> : rms_norm_kernel<T, kNormThreads>,
+                  norm_shape(p.rows, warps), as_stream(stream), true, p, aligned);
   });
 }
 

@@ -27,6 +27,42 @@ constexpr int kWarps = kParts;  // one part each
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
+// Called by a warp. Row g of a fragment has elements of row[r] of lanes 4 g to 4 g + 3: every
+// eighth block from `begin`, the same in all lanes, up to `end`. A lane's elements start at offset
+// `at` in a block. Lane 4 g + g / 2 gets the sums of row g.
+template <int kRows, typename T>
+__device__ __forceinline__ void sum_squares(const T* const (&row)[kRows], const int (&dim)[kRows],
+                                            int begin, int end, int at, float (&squares)[kRows]) {
+  float sum[kRows][2][4] = {};
+  constexpr int kStep = kParts * kBlockK, kAhead = 4 / kRows;  // steps in flight at once
+#pragma unroll 1
+  for (int k = begin; k < end; k += kAhead * kStep) {
+    Chunk<T> x[kAhead][kRows][2];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (k + i * kStep >= end) break;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          x[i][r][h] = load_split(row[r], k + at + i * kStep + h * 32, dim[r]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (k + i * kStep >= end) break;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) add_squares(sum[r][h], x[i][r][h]);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) squares[r] = squares_of(sum[r]);
+}
+
 template <typename After>
 constexpr int kThreads = (kWarps + 2 * kAppends<After>)*kWarpSize;
 
@@ -183,7 +219,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
       row[i] = x_row(i);  // lanes of absent rows use another row
       dim[i] = i * 8 + g < rows ? in_dim : 0;
     }
-    sum_squares(row, dim, first_k, in_dim, t * 4, true, of_part);
+    sum_squares(row, dim, first_k, in_dim, t * 4, of_part);
 #pragma unroll
     for (int i = 0; i < D::kRowTiles; ++i) {
       if (t == g / 2) squares[warp][i * 8 + g] = of_part[i];

@@ -147,7 +147,9 @@ def test_few_rows_of_many_weights_have_the_bits_of_few_weights(dtype):
 
 @SANITIZE
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize(("rows", "dim"), [(1, 1), (3, 577), (5, 1536), (2, 5001)])
+@pytest.mark.parametrize(
+    ("rows", "dim"), [(1, 1), (3, 577), (5, 1536), (2, 5001), (134, 24), (135, 768)]
+)
 def test_norm_and_activation_agree_with_the_cpu(dtype, rows, dim):
     x = 4 * kit.randn(rows, 2 * dim, seed=0, dtype=dtype)
     weight = kit.randn(dim, seed=1, dtype=dtype)
@@ -224,6 +226,35 @@ def test_norms_of_aligned_rows_have_the_bits_of_others(dtype, dim):
         tlt_ext.rms_norm(x.cuda(), weight.cuda(), into[:, :dim])
         assert not into[:, dim:].any()
     assert torch.equal(out[:, :dim], other[:, :dim])
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("dim", [8, 72, 576, 577, 768, 776, 896, 1096, 1536, 1544, 3584, 5000])
+def test_norms_of_many_rows_have_the_bits_of_few(dtype, dim):
+    """A warp owns one of more than 132 short aligned rows, a block any other; in place, too."""
+    most, few_rows, edge = 1300, 100, 16
+
+    def within(rows, more=0):
+        wide = torch.full((rows, dim + 2 * edge + more), float("nan"), dtype=dtype, device="cuda")
+        return wide, wide[:, edge : edge + dim]
+
+    x, weight, few = within(most)[1], within(1)[1][0], within(most)[1]
+    x.copy_(4 * kit.randn(most, dim, seed=0, dtype=dtype))
+    x[5, dim // 2], x[140] = float("nan"), 0.0
+    weight.copy_(kit.randn(dim, seed=1, dtype=dtype))
+    for first in range(0, most, few_rows):
+        tlt_ext.rms_norm(x[first : first + few_rows], weight, few[first : first + few_rows])
+    assert few.isnan().any(dim=1).nonzero().flatten().tolist() == [5]
+    for rows in (131, 132, 133, 134, 135, 136, 448, most):
+        for more in (0, 1):  # aligned rows and others
+            for in_place in (False, True):
+                wide, out = within(rows + 1, more)
+                if in_place:
+                    out[:rows] = x[:rows]
+                tlt_ext.rms_norm(out[:rows] if in_place else x[:rows], weight, out[:rows])
+                assert kit.same_bits(out[:rows], few[:rows]), rows
+                out[:rows] = float("nan")
+                assert wide.isnan().all(), rows
 
 
 @pytest.mark.parametrize("rows", [3, 40])

@@ -84,5 +84,5 @@ def test_the_report_of_a_real_source_is_read(tmp_path):
     found = resources.parse_log(STEP.format(1, "layers/kernel.cu", done.stderr))
     lines, fine = resources.report(found)
     assert fine
-    assert any("rms_norm_kernel<float>" in line for line in lines)
+    assert any("rms_norm_kernel<float, 256>" in line for line in lines)
     assert any("silu_mul_kernel<__half>" in line for line in lines)
