@@ -315,6 +315,14 @@ inline KernelShape norm_shape(int64_t rows, bool warps) {
   return {rows, kNormThreads};
 }
 
+// Requests the norm's weight, by all threads of a block.
+template <int kRowThreads, typename T>
+__device__ __forceinline__ void prefetch_weight(const T* weight, int dim) {
+  constexpr int kLine = 128 / sizeof(T), kStep = kNormBlock<kRowThreads> * kLine;
+#pragma unroll 1
+  for (int k = threadIdx.x * kLine; k < dim; k += kStep) prefetch_line(weight + k);
+}
+
 // The row of this thread.
 template <int kRowThreads>
 __device__ __forceinline__ int64_t norm_row_index() {
@@ -322,10 +330,10 @@ __device__ __forceinline__ int64_t norm_row_index() {
   return kRowThreads == kWarpSize ? block * kWarpRows + threadIdx.x / kWarpSize : block;
 }
 
-// Norms the row of this thread. `out` may be x.
+// Norms the row of this thread, and copies x to `copy` unless that is null. `out` may be x.
 template <int kRowThreads, typename T>
 __device__ __forceinline__ void norm_row(const T* x, const T* weight, T* out, int dim, float eps,
-                                         bool aligned) {
+                                         bool aligned, T* copy = nullptr) {
   constexpr bool kWarp = kRowThreads == kWarpSize;
   constexpr int kSize = Chunk<T>::kSize, kStep = kRowThreads * kSize;
   constexpr int kHeld = kWarp ? kWarpHeld : 2;
@@ -361,6 +369,7 @@ __device__ __forceinline__ void norm_row(const T* x, const T* weight, T* out, in
     Chunk<T> chunk, of_weight;
     chunk.raw = held[i];
     of_weight.raw = held_weight[i];
+    if (copy != nullptr) store_chunk(copy, k, held_end, true, chunk);
     norm_chunk(chunk, scale, of_weight);
     store_chunk(out, k, held_end, true, chunk);
   }
@@ -368,6 +377,7 @@ __device__ __forceinline__ void norm_row(const T* x, const T* weight, T* out, in
 #pragma unroll 1
     for (int k = first + (aligned ? kHeld * kStep : 0); k < dim; k += kStep) {
       Chunk<T> chunk = load_chunk(x, k, dim, aligned);
+      if (copy != nullptr) store_chunk(copy, k, dim, aligned, chunk);
       norm_chunk(chunk, scale, load_chunk(weight, k, dim, aligned));
       store_chunk(out, k, dim, aligned, chunk);
     }

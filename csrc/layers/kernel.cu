@@ -20,11 +20,9 @@ template <typename T, int kRowThreads>
 __global__ void __launch_bounds__(kNormBlock<kRowThreads>)
     rms_norm_kernel(const RmsNormParams p, const bool aligned) {
   launch_dependents();
-  constexpr int kLine = 128 / sizeof(T), kStep = kNormBlock<kRowThreads> * kLine;
   const int dim = static_cast<int>(p.dim);
   const T* weight = static_cast<const T*>(p.weight);
-#pragma unroll 1
-  for (int k = threadIdx.x * kLine; k < dim; k += kStep) prefetch_line(weight + k);
+  prefetch_weight<kRowThreads>(weight, dim);
   wait_for_prior_grid();
   const int64_t row = norm_row_index<kRowThreads>();
   if (row >= p.rows) return;

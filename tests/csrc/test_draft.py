@@ -72,16 +72,17 @@ def test_draft_inputs_equals_reference(ops, dim, dtype):
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("dim", [7, 576])
-def test_draft_inputs_has_the_bits_of_rms_norm(ops, dim, dtype):
-    ids = [3, 49, 0]
+@pytest.mark.parametrize("dim", [7, 576, 1536, 1544, 3584])
+@pytest.mark.parametrize("rows", [3, 67])  # on a GPU warps own the halves of 67 short rows
+def test_draft_inputs_has_the_bits_of_rms_norm(ops, rows, dim, dtype):
+    ids = [(3 + 46 * r) % 50 for r in range(rows)]
     case = entries_case(ids, dim=dim, dtype=dtype)
     ops.draft_inputs(**case)
     for half, x, weight in (
         (0, case["embedding"][ids], case["input_norm"]),
         (1, case["hidden"], case["hidden_norm"]),
     ):
-        normed = torch.empty(3, dim, dtype=dtype)
+        normed = torch.empty(rows, dim, dtype=dtype)
         ops.rms_norm(x, weight, normed, eps=EPS)
         assert kit.same_bits(case["out"][:, half * dim : (half + 1) * dim], normed)
 
@@ -93,11 +94,13 @@ def test_draft_level_inputs_equals_reference(ops, dim, dtype):
     check_level(ops, level_case(frontier, row, dim=dim, dtype=dtype))
 
 
-def test_draft_level_inputs_of_many_requests(ops):
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("dim", [7, 24, 776, 1544])
+def test_draft_level_inputs_of_many_requests(ops, dim, dtype):
     draw = kit.generator(3)
-    frontier = torch.randint(0, 11, (70, 8), generator=draw).tolist()
-    row = torch.randint(0, 9, (70, 8), generator=draw).tolist()
-    check_level(ops, level_case(frontier, row))
+    frontier = torch.randint(0, 11, (35, 9), generator=draw).tolist()
+    row = torch.randint(0, 9, (35, 9), generator=draw).tolist()
+    check_level(ops, level_case(frontier, row, dim=dim, dtype=dtype))
 
 
 def test_draft_level_inputs_inert_rows_are_the_roots(ops):
@@ -128,9 +131,10 @@ def test_draft_inputs_row_equals_a_batch_of_one(ops):
 
 
 @pytest.mark.parametrize("bad", [-1, 50, 2**31 - 1, -(2**31)])
-def test_an_id_outside_the_vocabulary_is_zeros(ops, bad):
+@pytest.mark.parametrize("rows", [3, 70])
+def test_an_id_outside_the_vocabulary_is_zeros(ops, bad, rows):
     """Like fault 22: values that only the device knows are checked before they become addresses."""
-    case = entries_case([3, bad, 5])
+    case = entries_case([3, bad, 5] + [7] * (rows - 3))
     ops.draft_inputs(**case)
     assert (case["out"][1, :24] == 0).all()
     kit.assert_close(case["out"][[0, 2]], expected_inputs(case, [3, 5], [0, 2]))
@@ -147,8 +151,9 @@ def test_an_id_outside_the_vocabulary_is_zeros(ops, bad):
         ("row", 2**31 - 1, slice(24, 48)),
     ],
 )
-def test_a_level_reads_nothing_outside(ops, name, value, zeros):
-    case = level_case([[4, 9], [1, 2]], [[0, 8], [3, 3]])
+@pytest.mark.parametrize("requests", [2, 40])
+def test_a_level_reads_nothing_outside(ops, name, value, zeros, requests):
+    case = level_case([[4, 9], [1, 2]] * (requests // 2), [[0, 8], [3, 3]] * (requests // 2))
     case[name][0, 1] = value
     ops.draft_level_inputs(**case)
     assert (case["out"][1, zeros] == 0).all()
