@@ -7,8 +7,8 @@
 // once, and multiplies; the parts are added in shared memory. Blocks are small, so that blocks of
 // the next launches fit on the same multiprocessor and load their weights in time.
 //
-// A block owns up to 8 weight rows, or 8 or 16 pairs of them (pairs.cuh): low and high rows of a
-// fragment. Bytes: the weights.
+// A block owns up to 8 weight rows, or 8 or 16 pairs of them (pairs.cuh; to append, of one head):
+// low and high rows of a fragment. Bytes: the weights.
 #include <algorithm>
 #include <type_traits>
 
@@ -31,6 +31,17 @@ struct Small {
   static constexpr int kRows = 8 * kRowTiles, kCols = kUnit * kHalves;
   static constexpr int kPerSm = kAppends<After> && kRowTiles * kSteps > 2 ? 1 : 2;  // blocks
 };
+
+// Weight rows, or pairs of them, in the first axis of the grid. Its second axis is the heads to
+// append, so that a block finds its weights without a division.
+template <typename After>
+__host__ __device__ __forceinline__ int units_of(const LinearParams& p, const After& after) {
+  if constexpr (kAppends<After>) {
+    return static_cast<int>(after.head_dim / 2);
+  } else {
+    return static_cast<int>(p.out_dim) / (kPairs<After> ? 2 : 1);
+  }
+}
 
 // The low column of a block's pair; the high column is 8 further.
 __device__ __forceinline__ int low_col(int pair) { return pair / 8 * 16 + pair % 8; }
@@ -89,50 +100,142 @@ __device__ __forceinline__ float sum_at(uint32_t address) {
   return sum_of_parts(part);
 }
 
+// Divides by a number; what does not depend on the dividend is computed before that is known.
+class Divisor {
+ public:
+  __device__ explicit Divisor(uint32_t by) : by_(by), inverse_(UINT32_MAX / by) { keep(inverse_); }
+  __device__ __forceinline__ uint32_t divide(uint32_t v, uint32_t* rest) const {
+    uint32_t quotient = __umulhi(v, inverse_);  // or one less
+    *rest = v - quotient * by_;
+    if (*rest >= by_) {
+      ++quotient;
+      *rest -= by_;
+    }
+    return quotient;
+  }
+
+ private:
+  uint32_t by_, inverse_;
+};
+
+// Called by a warp whose lane i has `count` rows of request i, from `begin` on. Returns the request
+// of `row`, or -1, and the slot. S::kUnit neighbouring lanes ask for the same row, and the next
+// ones for the next row. Nothing passes through shared memory, which would take longer.
+template <typename S>
+__device__ __forceinline__ int find_request(int row, uint32_t begin, uint32_t count,
+                                            int64_t first_slot, int64_t* slot) {
+  const int group = threadIdx.x % kWarpSize / S::kUnit;
+  unsigned owners = 0;  // lanes whose request has the row: one, unless row_start is bad
+#pragma unroll
+  for (int g = 0; g < kWarpSize / S::kUnit; ++g) {
+    const uint32_t nth = static_cast<uint32_t>(row - group + g) - begin;
+    const unsigned lanes = __ballot_sync(kFullWarp, nth < count);
+    if (g == group) owners = lanes;
+  }
+  const int request = 31 - __clz(owners);
+  *slot = __shfl_sync(kFullWarp, first_slot - begin, request) + row;
+  return request;
+}
+
+// An entry of a table. The compiler neither moves this load nor branches around it.
+__device__ __forceinline__ int32_t load_entry(const int32_t* from, bool exists, int32_t otherwise) {
+  int32_t v;
+  asm volatile(
+      "{\n.reg .pred exists;\nsetp.ne.b32 exists, %2, 0;\nmov.b32 %0, %3;\n"
+      "@exists ld.global.b32 %0, [%1];\n}"
+      : "=&r"(v)
+      : "l"(from), "r"(static_cast<int>(exists)), "r"(otherwise));
+  return v;
+}
+
 // The epilogue of the appending form, in separate warps: they look up the destinations of the sums,
-// then store them.
+// then store them. A block that starts late waits for these lookups. So only two loads depend on
+// each other: positions and the fields of requests are loaded first, then pages and angles.
 template <typename T, typename S>
 __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendKvParams& after,
                                             const float* sums, int rows, int begin, int count) {
-  __shared__ RowPlaces<S::kRows> places;
-  const int thread = threadIdx.x - kMultipliers, half = static_cast<int>(after.head_dim / 2);
+  const int thread = threadIdx.x - kMultipliers, lane = threadIdx.x % kWarpSize;
+  const int half = static_cast<int>(after.head_dim / 2);
   constexpr int kTurns = S::kRows * S::kUnit / kFinishers;
-  const int pair = thread % S::kUnit;
-  const bool has_pair = pair < count;
-  const HeadPair at = head_pair(after, begin + (has_pair ? pair : 0));
+  const Sequences& s = after.sequences;
   if (!p.pdl_tables) wait_for_prior_grid();
-  // Positions are loaded together with the destinations, and angles before the barrier.
-  int64_t position[kTurns];
-  find_positions<S>(after, 0, rows, position);
-  float bias[2] = {};
+  const bool exists = lane < s.num_requests;  // request `lane`
+  const int first_row = load_entry(s.row_start + lane, exists, 0);
+  const int end_row = load_entry(s.row_start + lane + 1, exists, 0);
+  const int context = load_entry(s.context_len + lane, exists, 0);
+  const int base = load_entry(s.slot_base + lane, exists && s.slot_base != nullptr, 0);
+  int position[kTurns];
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const int row = finished_row<S>(i);
+    position[i] = load_entry(after.position + row, row < rows, -1);
+  }
+  const int pair = thread % S::kUnit, head = blockIdx.y;
+  const HeadPair at = {head, begin + min(pair, count - 1)};
+  T bias[2] = {};
   if (p.bias) {
     const T* from = static_cast<const T*>(p.bias) + low_row(after, at);
-    bias[0] = as_float32(from[0]);
-    bias[1] = as_float32(from[half]);
+    bias[0] = from[0];
+    bias[1] = from[half];
   }
-  if (thread < kWarpSize) find_places(after, 0, rows, blockIdx.x == 0, &places);
+  const Divisor page_size(static_cast<uint32_t>(s.page_size));
+  const int64_t num_slots = s.max_pages * s.page_size;
+
+  // The checks of rows_of, first_slot and locate.
+  const bool valid = 0 <= first_row && first_row <= end_row && end_row <= rows;
+  const uint32_t num_rows = valid ? end_row - first_row : 0;
+  const int64_t first = context < 0 || base < 0 ? INT64_MIN / 2 : int64_t{context} + base;
+  int request[kTurns], page[kTurns];
+  uint32_t offset[kTurns];
+  bool has_page[kTurns];
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    int64_t slot;
+    request[i] = find_request<S>(finished_row<S>(i), first_row, num_rows, first, &slot);
+    has_page[i] = request[i] >= 0 && 0 <= slot && slot < num_slots;
+    const uint32_t nth = page_size.divide(static_cast<uint32_t>(slot), &offset[i]);
+    page[i] = load_entry(s.block_table + request[i] * s.table_stride + nth, has_page[i], 0);
+  }
   float2 angle[kTurns] = {};
   find_angles(after, position, at.i, angle);
-  sync_threads<kFinishersBarrier, kFinishers>();
+  // While these are in flight: where the pair begins. A row of q is like a page.
+  const int kv_head = head - static_cast<int>(after.num_heads);
+  const int v_head = kv_head - static_cast<int>(after.num_kv_heads);
+  const bool of_q = kv_head < 0, turns = v_head < 0;
+  const PagedCache q{after.q_out, after.q_row_stride, 0, after.q_head_stride};
+  const PagedCache to = of_q ? q : turns ? after.k : after.v;
+  T* low = slot_of<T>(to, {0, 0}, of_q ? head : turns ? kv_head : v_head) + at.i;
+  const bool reports = blockIdx.x + blockIdx.y == 0;
+  if (reports && !valid) report_on_device(s, lane, kStatusBadLength);
   PairOut<T> out[kTurns];
   uint32_t low_at[kTurns];
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     const int row = finished_row<S>(i);
     low_at[i] = sum_address<S>(sums, row, low_col(pair));
-    if (!has_pair || row >= rows || places.request[row] < 0) continue;
-    out[i] = pair_out<T>(after, row, at, places.at[row]);
+    if (request[i] < 0 || pair >= count) continue;
+    int32_t status = kStatusOk;
+    if (!has_page[i]) {
+      status = kStatusBadLength;
+    } else if (page[i] < 0 || page[i] >= s.num_pages) {
+      status = kStatusBadPage;
+    }
+    if (position[i] < 0 || position[i] >= after.max_position) status |= kStatusBadLength;
+    if (reports) report_on_device(s, request[i], status);
+    if (!of_q && status) continue;
+    const Place place = {of_q ? row : page[i], offset[i]};
+    out[i] = {slot_of<T>({low, to.page_stride, to.slot_stride, 0}, place, 0), status != 0, turns};
   }
   sync_sums<AppendKvParams>();  // the prior grids have ended too
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     if (out[i].low == nullptr) continue;
-    float low = sum_at<S>(low_at[i]), high = sum_at<S>(low_at[i] ^ kHighColumn);
+    float low_sum = sum_at<S>(low_at[i]), high_sum = sum_at<S>(low_at[i] ^ kHighColumn);
     if (p.bias) {
-      low += bias[0];
-      high += bias[1];
+      low_sum += as_float32(bias[0]);
+      high_sum += as_float32(bias[1]);
     }
-    store_pair(out[i], half, low, high, angle[i]);
+    store_pair(out[i], half, low_sum, high_sum, angle[i]);
   }
 }
 
@@ -145,8 +248,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
   launch_dependents();
   const LinearParams& p = params.linear;
   const int rows = static_cast<int>(p.rows);
-  const int units = static_cast<int>(p.out_dim) / (kPairs<After> ? 2 : 1);
-  const int begin = blockIdx.x * unit, count = min(unit, units - begin);
+  const int begin = blockIdx.x * unit, count = min(unit, units_of(p, after) - begin);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
   if constexpr (kAppends<After>) {
@@ -164,7 +266,8 @@ __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
 #pragma unroll
     for (int half = 0; half < S::kHalves; ++half) {
       int64_t row = begin + tile * 8 + g;
-      if constexpr (kPairs<After>) row = low_row(after, row) + half * rows_apart(p, after);
+      if constexpr (kAppends<After>) row += blockIdx.y * after.head_dim;
+      if constexpr (kPairs<After>) row += half * rows_apart(p, after);
       const T* from = static_cast<const T*>(p.weight) + row * p.weight_stride + first_k;
 #pragma unroll
       for (int step = 0; step < S::kSteps; ++step) {
@@ -302,21 +405,26 @@ __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
   }
 }
 
-// Returns false if there are too many weights.
+// Returns false if there are too many weights, requests or slots.
 template <typename T, typename S, bool kNorms, typename After>
 bool launch(const LinearKernelParams& p, const After& after, const Card& card,
             cudaStream_t stream) {
-  const int64_t units = p.linear.out_dim / (kPairs<After> ? 2 : 1);
-  const int64_t sms = card.num_sms;
+  const int64_t units = units_of(p.linear, after), sms = card.num_sms;
+  int64_t heads = 1;
+  if constexpr (kAppends<After>) {
+    heads = after.num_heads + 2 * after.num_kv_heads;
+    const Sequences& s = after.sequences;
+    if (s.num_requests > kWarpSize || s.max_pages > INT32_MAX / s.page_size) return false;
+  }
   // Few blocks with full fragments leave the most room for other launches.
-  const int64_t even = (units + sms - 1) / sms;
+  const int64_t even = (units * heads + sms - 1) / sms;
   const int64_t unit = std::clamp<int64_t>(even, 8, S::kUnit);
   const int64_t blocks = (units + unit - 1) / unit;
-  if (blocks > S::kPerSm * sms) return false;
+  if (blocks * heads > S::kPerSm * sms) return false;
   const auto kernel = small_kernel<T, S, kNorms, After>;
   prefer_shared("linear", kernel);
-  launch_kernel("linear", kernel, {blocks, kBlockThreads<After>}, stream, p.linear.pdl, p, after,
-                static_cast<int>(unit));
+  const KernelShape shape{blocks, kBlockThreads<After>, 0, 1, static_cast<unsigned>(heads)};
+  launch_kernel("linear", kernel, shape, stream, p.linear.pdl, p, after, static_cast<int>(unit));
   return true;
 }
 

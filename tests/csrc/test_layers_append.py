@@ -78,6 +78,7 @@ def check(ops, case):
         ([5, 64, 0, 2], [3, 0, 4, 1]),
         ([100], [16]),
         ([1] * 40, [0] * 30 + [1] * 10),
+        ([4] * 32, [0] * 16 + [1] * 16),
         ([9, 3], [20, 17]),
         ([40, 7, 0], [70, 1, 60]),
     ],
@@ -94,7 +95,9 @@ def test_bits_of_the_two_ops(ops, contexts, rows, heads, head_dim, k, dtype):
     check(ops, case | {"norm_weight": None, "bias": bias})
 
 
-@pytest.mark.parametrize(("heads", "head_dim", "k"), [((1, 1), 8, 64), ((3, 1), 24, 200)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "k"), [((1, 1), 8, 64), ((3, 1), 24, 200), ((3, 1), 24, 192)]
+)
 def test_odd_heads(ops, heads, head_dim, k):
     check(ops, make_case([5, 0], [3, 2], heads=heads, head_dim=head_dim, k=k))
 
