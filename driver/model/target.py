@@ -4,6 +4,7 @@ Prefill, plain decoding and the verification of a draft tree are one call. Each 
 and, in a tree, its ancestors. A row's logits are the same bits in all three (row invariance).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,8 +31,9 @@ LayerCache = tuple[Tensor, Tensor, Tensor]  # a layer's keys, values and RoPE ta
 # alone reads them faster.
 FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS, LARGE_WEIGHTS = 8, 32, 10 << 20, 32 << 20
 
-# Up to this many rows a linear without a norm also appends, which saves one launch.
-APPENDED_ROWS = 64
+# Up to this many rows a linear also appends, without and with a norm. Each piece of rows looks up
+# the places of its rows, so that with more rows separate launches are faster.
+APPENDED_ROWS, NORMED_APPENDED_ROWS = 64, 96
 
 # A linear of more rows may be two launches, if its last round of tiles has few
 # (`csrc/layers/linear_hopper.cu`).
@@ -57,7 +59,7 @@ def appends(rows: int) -> bool:
 def layer_launches(spec: ModelSpec, rows: int) -> int:
     """Upper bound of a layer's launches on a GPU; attention counts as two."""
     qkv = (spec.q_dim + 2 * spec.kv_dim) * spec.hidden_size
-    appended = fuses(rows, qkv) and not spec.qk_norm
+    appended = rows <= NORMED_APPENDED_ROWS and fuses(rows, qkv) and not spec.qk_norm
     normed = appended or norms(rows, qkv)
     gated = norms(rows, 2 * spec.intermediate_size * spec.hidden_size, gated=True)
     divided = 4 * (rows > WHOLE_ROWS)
@@ -218,9 +220,9 @@ class TargetModel(TargetWeights):
     # slots are written by kernels before torch's lookup of the embedding, which is launched without
     # `pdl` and separates them from the layers.
 
-    def fuses(self, rows: int, weight: Tensor) -> bool:
-        """Whether the norm or the append is fused into a linear of so many rows."""
-        return self.device.type == "cpu" or fuses(rows, weight.numel())
+    def fuses(self, rows: int, weight: Tensor, most: float = math.inf) -> bool:
+        """Whether norm, gate or append are fused into a linear of so many rows, on a GPU `most`."""
+        return self.device.type == "cpu" or (rows <= most and fuses(rows, weight.numel()))
 
     def norm_for(
         self,
@@ -245,7 +247,7 @@ class TargetModel(TargetWeights):
     ) -> None:
         """Writes the rotated queries into `q`, keys and values into the cache."""
         eps = self.spec.rms_norm_eps
-        if not self.spec.qk_norm and self.fuses(len(hidden), layer.qkv):
+        if not self.spec.qk_norm and self.fuses(len(hidden), layer.qkv, NORMED_APPENDED_ROWS):
             return tlt_ext.linear_append(
                 hidden,
                 layer.qkv,

@@ -225,7 +225,7 @@ def test_ops_one_by_one_have_the_bits_of_fused_ones(pair, monkeypatch, dtype):
     model = TargetModel(pair[1].spec, pair[1].state_dict(), dtype=dtype)
     ids = token_ids(21)
     fused = [x.clone() for x in Sequences(model).rows([ids], want_features=True)]
-    monkeypatch.setattr(model, "fuses", lambda rows, weight: False)
+    monkeypatch.setattr(model, "fuses", lambda *_: False)
     apart = Sequences(model).rows([ids], want_features=True)
     assert all(same_bits(a, b) for a, b in zip(fused, apart, strict=True))
 
@@ -263,6 +263,7 @@ def test_few_rows_or_few_weights_are_fused(llama, monkeypatch):
     monkeypatch.setattr(model, "device", torch.device("cuda"))
     assert model.fuses(8, large) and not model.fuses(9, large)
     assert model.fuses(160, small) and not model.fuses(161, small)
+    assert model.fuses(96, small, 96) and not model.fuses(97, small, 96)
 
 
 @pytest.mark.parametrize(("wide", "inside"), [(49152, True), (37888, False)])
