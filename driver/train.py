@@ -107,10 +107,23 @@ def run_steps(run: Run, progress: Progress) -> None:
         run.folder.write_summary(summarize(run))
 
 
+def check_warmup(argv: Sequence[str], config: Config) -> None:
+    """Refuses to warm up a model of the user's by settings that nobody named."""
+    named = {word.partition("=")[0] for word in argv}
+    if named & {"preset", "warmup.steps"} or config.model.path == "tiny" or not config.warmup.steps:
+        return
+    raise UserError(
+        f"model.path={config.model.path}: preset={config.preset}, the default, would train it for"
+        f" {config.warmup.steps} steps at a learning rate of {config.warmup.lr:g} first; name a"
+        " preset, such as preset=1.5b, or set warmup.steps"
+    )
+
+
 def main(argv: Sequence[str]) -> None:
     if DRY_RUN in argv:
         return dry_run(argv, Console(soft_wrap=True, highlight=False, markup=False).print)
     config = load_config(argv)
+    check_warmup(argv, config)
     # Only the first rank prints.
     console = None if World.is_first() else Console(file=io.StringIO())
     with Progress(config.run.steps, console=console) as progress:

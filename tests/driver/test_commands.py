@@ -52,14 +52,15 @@ def root(tmp_path):
     [
         (["run.stesp=3"], "run.stesp: unknown key; did you mean run.steps?"),
         (["engine.strategies=off learned:8,4"], "strategy 'learned:8,4': malformed"),
-        (["model.path=/no/such/folder"], "/no/such/folder"),
+        (["model.path=/no/such/folder", "preset=tiny"], "/no/such/folder: no such folder"),
+        (["model.path=/some/model"], "would train it for 320 steps at a learning rate of 0.003"),
         (["task.name=sum"], "task.name=sum: unknown task; did you mean sums?"),
         (["run.root=~nobody-of-this-name/x"], "~nobody-of-this-name/x: unknown home directory"),
         (["preset=tinny"], "preset=tinny: unknown; did you mean tiny?"),
         (["run.steps"], "'run.steps': must be key=value"),
         (["engine.page_size=5000"], "engine.page_size: must be at most 1024"),
         (["model.hidden_size=40"], "model.hidden_size: must be a multiple of 16"),
-        (["model.path=" + "x" * 300], "File name too long; choose a shorter one"),
+        (["model.path=" + "x" * 300, "preset=tiny"], "File name too long; choose a shorter one"),
         (["task.name=jsonl", "task.path=" + "x" * 300], "File name too long"),
         (["run.device=cuda:99"], "run.device=cuda:99: torch sees"),
     ],
@@ -73,7 +74,7 @@ def test_truncated_weights(capsys, monkeypatch, root, tmp_path):
     save_model(tmp_path / "model", "llama-tied-llama3")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    words = [f"run.root={root}", f"model.path={tmp_path / 'model'}"]
+    words = ["preset=tiny", f"run.root={root}", f"model.path={tmp_path / 'model'}"]
     assert "model.safetensors" in fails(capsys, monkeypatch, train.main, *words)
     assert not root.exists()
 
@@ -84,14 +85,14 @@ def test_unsupported_architecture(capsys, monkeypatch, root, tmp_path):
     config.write_text(
         json.dumps(json.loads(config.read_text()) | {"architectures": ["MambaForCausalLM"]})
     )
-    words = [f"run.root={root}", f"model.path={tmp_path / 'model'}"]
+    words = ["preset=tiny", f"run.root={root}", f"model.path={tmp_path / 'model'}"]
     assert "MambaForCausalLM" in fails(capsys, monkeypatch, train.main, *words)
 
 
 def test_tensors_that_a_library_would_fill_in(capsys, monkeypatch, root, tmp_path):
     """A tensor that is missing, misshapen or unknown is refused by name, never made up."""
     folder = tmp_path / "model"
-    words = [f"run.root={root}", f"model.path={folder}"]
+    words = ["preset=tiny", f"run.root={root}", f"model.path={folder}"]
     save_model(folder, "qwen2")
     whole = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
