@@ -130,12 +130,14 @@ def test_figures_of_other_benchmarks_are_taken_over(monkeypatch, tmp_path):
     (tmp_path / TARGETS_CARD).mkdir()
     cases = {"update": {"case": "15b compiled", "mfu": 0.5}}
     cases["big"] = {"case": "train 15b", "blocked_s": 0.75}
+    cases["tail"] = {"case": grpo.TAIL_CASE, "hidden_share": 0.25}
     for name, row in cases.items():
         content = {"meta": {"date": "2026"}, "rows": [{"bench": name, **row}], "targets": []}
         (tmp_path / TARGETS_CARD / f"{name}.json").write_text(json.dumps(content))
     bench = Bench("grpo", math.nan)
     grpo.book_update(bench)
-    assert bench.got == {"update_mfu_15b": 0.5, "checkpoint_blocked_s": 0.75}
+    taken = {"update_mfu_15b": 0.5, "checkpoint_blocked_s": 0.75, "update_hidden_share": 0.25}
+    assert bench.got == taken
     assert set(bench.got) <= set(all_targets()["grpo"])
 
 
