@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config
 
-from driver.common.memory import CARD_MEMORY, FLOAT_BYTES
+from driver.common.memory import CARD_MEMORY
 from driver.config.load import load_config
 from driver.config.strategy import OFF
 from driver.rollout.request import Request, Response, SamplingParams, request_id
@@ -179,8 +179,9 @@ def report(
     row: dict[str, float],
 ) -> dict:
     last, config = made.last_metrics, made.config
-    predicted = run_shape(config, Path(config.model.path)).footprint(config)
-    update_s, numbers = last["timing_s/update_actor"], predicted.always["policy"] // FLOAT_BYTES
+    inputs = run_shape(config, Path(config.model.path))
+    predicted, numbers = inputs.footprint(config), inputs.spec.num_parameters
+    update_s = last["timing_s/update_actor"]
     row |= {f"{part}_s": round(last.get(f"timing_s/{part}", 0.0), 3) for part in PARTS}
     row |= {
         "tokens": sum(len(r.token_ids) for r in responses),
