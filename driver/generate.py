@@ -78,7 +78,6 @@ class Generator:
         started = time.perf_counter()
         self.rollout.fix(OFF)
         self.rollout.engine.generate([self.request(1 + i) for i in range(WARM_SAMPLES)])
-        spot.start_step(0)
         began = time.perf_counter()
         while time.perf_counter() - began < self.options.train_seconds and spot.micro_step():
             pass

@@ -120,7 +120,6 @@ def sibling_requests(
 
 
 def train_drafter(spot: SpotTrainer, steps: int) -> None:
-    spot.start_step(0)
     for _ in range(steps):
         spot.micro_step()
     spot.swap()

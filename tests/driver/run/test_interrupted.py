@@ -1,10 +1,13 @@
-"""The arm of the identity command with late arrivals, aborts and tools."""
+"""Comparisons: the arm with late arrivals, aborts and tools, and the drafter's training."""
 
 from driver.config.fields import read_options
 from driver.config.options import IdentityOptions
+from driver.config.strategy import OFF
 from driver.identity import Identity
 from driver.run import comparison
 from driver.run.comparison import ARRIVALS
+from tests.driver.hugging_face import random_model
+from tests.driver.rollout.test_engine import make_rollout, requests
 
 WORDS = ["tokens=200", "strategies=ngram:4,1,5 learned:4,2,8", "warmup_steps=0", "train_steps=2"]
 
@@ -42,3 +45,14 @@ def test_another_answer_is_a_difference(monkeypatch):
     )
     identity = check()
     assert not identity.identical and identity.arms[0].divergences
+
+
+def test_a_comparison_trains_its_drafter_on_all_recorded_responses():
+    """Its vocabulary is chosen by the first step, which may not drop the responses."""
+    policy = random_model("llama-tied-llama3")
+    rollout = make_rollout(policy, "drafter.draft_vocab=16", "spot.every=100000")
+    rollout.fix(OFF)
+    rollout.engine.generate(requests(), record=True)
+    recorded = rollout.spot.buffer.num_tokens
+    comparison.train_drafter(rollout.spot, 3)
+    assert rollout.spot.steps == 3 and rollout.spot.buffer.num_tokens == recorded > 0
