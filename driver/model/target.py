@@ -31,8 +31,8 @@ LayerCache = tuple[Tensor, Tensor, Tensor]  # a layer's keys, values and RoPE ta
 # alone reads them faster.
 FUSED_ROWS, PIECE_ROWS, FUSED_WEIGHTS, LARGE_WEIGHTS = 8, 32, 10 << 20, 32 << 20
 
-# Up to this many rows a linear also appends, without and with a norm. Each piece of rows looks up
-# the places of its rows, so that with more rows separate launches are faster.
+# The most rows with which a linear also appends: without a norm, with one. Every piece of rows
+# looks up the places of its rows, so for more rows separate launches are faster.
 APPENDED_ROWS, NORMED_APPENDED_ROWS = 64, 96
 
 # A linear of more rows may be two launches, if its last round of tiles has few
@@ -221,7 +221,7 @@ class TargetModel(TargetWeights):
     # `pdl` and separates them from the layers.
 
     def fuses(self, rows: int, weight: Tensor, most: float = math.inf) -> bool:
-        """Whether norm, gate or append are fused into a linear of so many rows, on a GPU `most`."""
+        """Whether a norm or an append is fused into a linear; on a GPU up to `most` rows."""
         return self.device.type == "cpu" or (rows <= most and fuses(rows, weight.numel()))
 
     def norm_for(

@@ -20,6 +20,7 @@ from pathlib import Path
 from driver.common.memory import CARD_MEMORY
 from driver.config.load import load_config
 from driver.run.dry_run import run_shape, shape_folder
+from profiling.benches.tail import TARGET_CASE
 from profiling.rig.bench import Bench, say
 from profiling.rig.results import RESULTS, newest
 from profiling.rig.warm import warm_words
@@ -36,7 +37,6 @@ from profiling.studies.grpo_arms import (
 from profiling.studies.grpo_runs import folder_of, make_runs
 
 STEPS, QUICK_STEPS = 20, 4
-TAIL_CASE = "64x32768x98304"  # of `bench tail`
 NEEDS_WARM_START = True
 OPTIONS = {
     "arms": "",  # off,ngram,static,frozen,full,trl,trl_vllm
@@ -98,7 +98,7 @@ def book_update(bench: Bench) -> None:
         bench.got["checkpoint_blocked_s"] = row["blocked_s"]
     if row := newest("update", RESULTS).get("15b compiled"):
         bench.got["update_mfu_15b"] = row["mfu"]
-    if row := newest("tail", RESULTS).get(TAIL_CASE):  # it is off in the preset
+    if row := newest("tail", RESULTS).get(TARGET_CASE):  # it is off in the preset
         bench.got["update_hidden_share"] = row["hidden_share"]
 
 

@@ -130,7 +130,7 @@ def test_figures_of_other_benchmarks_are_taken_over(monkeypatch, tmp_path):
     (tmp_path / TARGETS_CARD).mkdir()
     cases = {"update": {"case": "15b compiled", "mfu": 0.5}}
     cases["big"] = {"case": "train 15b", "blocked_s": 0.75}
-    cases["tail"] = {"case": grpo.TAIL_CASE, "hidden_share": 0.25}
+    cases["tail"] = {"case": grpo.TARGET_CASE, "hidden_share": 0.25}
     for name, row in cases.items():
         content = {"meta": {"date": "2026"}, "rows": [{"bench": name, **row}], "targets": []}
         (tmp_path / TARGETS_CARD / f"{name}.json").write_text(json.dumps(content))
