@@ -290,6 +290,16 @@ def test_norms_of_more_rows_are_fused_with_a_gate_only(llama, monkeypatch, rows,
     assert ("norm_weight" in read) == inside
 
 
+@pytest.mark.parametrize(("rows", "ops"), [(96, 1), (97, 3)])
+def test_many_rows_append_apart(llama, monkeypatch, rows, ops):
+    model, calls = load(llama[1]), []
+    for op in ("linear_append", "rms_norm", "linear_rows", "append_kv"):
+        monkeypatch.setattr(f"tlt_ext.{op}", lambda *_, op=op, **__: calls.append(op))
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    model._append(model.layers[0], torch.empty(rows, 8), None, (None,) * 3, None)
+    assert len(calls) == ops and ("linear_append" in calls) == (ops == 1)
+
+
 def test_weights_are_reloaded_in_place(pair, request):
     variant = request.node.callspec.params["pair"]
     _, model = pair
