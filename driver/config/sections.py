@@ -316,9 +316,6 @@ class SpotConfig(Section, prefix="spot."):
         " measured; coordinated: on idle ranks, which several ranks always use unless off",
         words=("auto", "overlapped", "serial", "coordinated", "off"),
     )
-    rebalance: int = setting(
-        0, "a rank with at most this many requests left hands them to a busy one; 0: never", low=0
-    )
     slowdown: float = setting(1.03, "overlapped: largest slowdown of decoding", low=1)
     lr: float = setting(0.0, "learning rate during RL; 0: drafter.lr", low=0)
     tail_batch: int = setting(8, "most active requests at which training runs", low=1)

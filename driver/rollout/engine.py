@@ -38,13 +38,13 @@ from .proposers import Proposer
 from .request import Request, Response, RunningRequest
 from .runner import Burst, PassRunner
 from .scheduler import Scheduler
+from .source import RequestSource
 from .state import Batch, BatchState
 from .stats import RolloutStats
 from .token_store import TokenStore
 
 if TYPE_CHECKING:
     from ..config.sections import EngineConfig
-    from .source import RequestSource
 
 RING_PASSES = 128  # twice the longest burst: one is read while the next runs
 
@@ -96,26 +96,25 @@ class RolloutEngine:
         requests: Sequence[Request],
         record: bool = True,
         observer: RolloutObserver | None = None,
-        sources: Sequence[RequestSource] = (),
+        source: RequestSource | None = None,
     ) -> list[Response]:
-        """Responses in the order of the requests, then those of requests taken from other ranks.
+        """Responses to the requests, in their order.
 
-        A request that another rank took has no response here. Sources keep the responses to the
-        requests that they add. Raises UserError if a request can never run: it is too long for the
-        context or the page pool.
+        Raises UserError if a request can never run: it is too long for the context or the page
+        pool.
 
         Args:
             record: whether the observer is called and n-gram drafts of later rollouts use the
                 responses (not for an evaluation).
             observer: instead of the engine's own.
-            sources: add requests and take others out between bursts.
+            source: adds requests, whose responses it keeps, and takes others out.
         """
         for state in self.state.running:  # of a rollout that an error ended
             self.store.release(state, keep=False)
         self.runner.prepare()
         self._started = time.perf_counter()
         self._observer = (observer or self.observer) if record else None
-        self._sources = sources
+        self._source = source or RequestSource()
         self._traced = bool(requests)  # a rollout of arrivals alone may never end
         self._choice, self._horizon = OFF, 1  # of the bandit
         self.stats = RolloutStats()
@@ -130,7 +129,7 @@ class RolloutEngine:
         )
         added = self.scheduler.add(requests)
         for state in added:
-            if state.finish and self._goes_on(state):
+            if state.finish and self._source.ended(state):
                 self.scheduler.paused.append(state)
         strategy, changes = OFF, self.store.changes
         while self._unfinished():
@@ -151,10 +150,9 @@ class RolloutEngine:
         self.scheduler.release()
         if not record:
             self.store.clear(since=changes)
-        finished = [s for s in (*added, *self.scheduler.adopted) if s.finish]
         self.stats.close(self.scheduler, self.prefill)
         self.stats.elapsed_s = time.perf_counter() - self._started
-        return [state.response(self.target_version) for state in finished]
+        return [state.response(self.target_version) for state in added]
 
     def remove(self, state: RunningRequest) -> None:
         """Takes an unfinished request out of the rollout, which must be between two bursts."""
@@ -171,15 +169,10 @@ class RolloutEngine:
     # ---- between bursts -------------------------------------------------------------------------
 
     def _unfinished(self) -> bool:
-        """Lets sources add and remove requests; whether any is left."""
-        for source in self._sources:
-            for state in source.exchange(self.scheduler):
-                self.store.release(state, keep=False)
+        """Lets the source add and remove requests; whether any is left."""
+        for state in self._source.exchange(self.scheduler):
+            self.store.release(state, keep=False)
         return self.scheduler.active > 0
-
-    def _goes_on(self, state: RunningRequest) -> bool:
-        """Whether a tool may continue a finished request."""
-        return any([source.ended(state) for source in self._sources])  # all of them are called
 
     def _choose(self) -> Strategy:
         running = self.scheduler.running
@@ -263,7 +256,7 @@ class RolloutEngine:
         """Whether the next burst can start before this one is read."""
         if self.scheduler.waiting and burst.ended:  # there is a free place
             return False
-        if any(source.due(self.scheduler) for source in self._sources):
+        if self._source.due(self.scheduler):
             return False
         same_drafter = self.program.version(burst.strategy) == burst.version
         return burst.captured and same_drafter and burst.strategy == self._choice
@@ -304,7 +297,7 @@ class RolloutEngine:
         if burst.strategy == self._choice:  # otherwise the bandit has opened another window
             self.bandit.record(burst.total, burst.elapsed_s, burst.passes, burst.request_passes)
         self.stats.add_burst(burst, burst.begun_s - self._started, self._traced)
-        done = self.scheduler.retire(self._goes_on)
+        done = self.scheduler.retire(self._source.ended)
         if done:  # n-gram drafts use all tokens, including those of passes without n-grams
             self.store.advance(batch.store_row, batch.context_len)
         paused = set(self.scheduler.paused)

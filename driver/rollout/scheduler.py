@@ -30,7 +30,6 @@ class Scheduler:
         self.running: list[RunningRequest] = []
         # Finished turns that a tool may continue; they hold pages while there are enough.
         self.paused: list[RunningRequest] = []
-        self.adopted: list[RunningRequest] = []  # begun by another engine
         self.preemptions = self.num_finished = 0
         self.prompt_tokens = 0  # of each prompt once, to be prefilled
         self._prompts: set[int] = set()  # hashes of those counted
@@ -306,19 +305,3 @@ class Scheduler:
                 self.on_release(state)
             self._free(state)
         self._finished.clear()
-
-    # ---- other engines --------------------------------------------------------------------------
-
-    def hand_over(self) -> list[RunningRequest]:
-        """Takes the running requests out for good; another engine finishes them, same tokens."""
-        taken, self.running = self.running, []
-        for state in taken:
-            self._reset(state)
-        return taken
-
-    def adopt(self, states: Iterable[RunningRequest]) -> None:
-        """Queues requests that another engine handed over, with the tokens emitted there."""
-        for state in states:
-            assert state.num_emitted and not state.pages
-            self.adopted.append(state)
-            self.waiting.append(state)

@@ -33,7 +33,7 @@ class RolloutStats:
     target_passes: int = 0
     emitted: int = 0
     prefilled_tokens: int = 0  # rows of prefill
-    recomputed_tokens: int = 0  # of them, for requests that had tokens: preempted, moved, continued
+    recomputed_tokens: int = 0  # of them, for requests that had tokens: preempted or resumed
     reprefilled_tokens: int = 0  # of them, neither recomputed nor a prompt's first time
     spec_passes: int = 0
     spec_request_passes: int = 0
@@ -46,7 +46,6 @@ class RolloutStats:
     switch_s: float = 0.0  # host time of switches, without catching up
     catchup_s: float = 0.0  # of the drafter's missing entries, device time included
     preemptions: int = 0
-    adopted: int = 0  # requests taken from other ranks
     flagged: int = 0  # responses whose status word is not 0
     elapsed_s: float = 0.0
     # Of learned drafts, by arm.
@@ -89,7 +88,7 @@ class RolloutStats:
 
     def close(self, scheduler: Scheduler, prefill: Prefill) -> None:
         """Adds what is known at the end of a rollout; warns of flagged responses."""
-        self.adopted, self.preemptions = len(scheduler.adopted), scheduler.preemptions
+        self.preemptions = scheduler.preemptions
         self.prefilled_tokens, self.recomputed_tokens = prefill.rows, prefill.recomputed
         fresh = self.prefilled_tokens - self.recomputed_tokens
         self.reprefilled_tokens = fresh - scheduler.prompt_tokens

@@ -85,11 +85,6 @@ def check_ranks(config: Config, ranks: int) -> None:
             f"engine.tensor_parallel={shared}: task {task.name} has turns, whose answers come at"
             " any time; set it to 1"
         )
-    if shared > 1 and config.spot.rebalance:
-        raise UserError(
-            f"engine.tensor_parallel={shared}: its ranks cannot hand over requests; set"
-            " spot.rebalance=0"
-        )
     if ranks > shared * prompts:
         raise UserError(
             f"{ranks} ranks for grpo.prompts_per_step={prompts}: each"

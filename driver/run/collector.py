@@ -16,7 +16,6 @@ from ..model.prompts import PromptEncoder
 from ..policy.grpo import dynamic_sampling
 from ..records.phases import Phases
 from ..rollout.observer import RolloutObserver
-from ..rollout.rebalance import Rebalancer
 from ..rollout.request import Request, Response, RunningRequest, request_id
 from ..rollout.stats import RolloutStats
 from ..session.session import Session
@@ -70,7 +69,6 @@ class Collector(RolloutObserver):
         shared = config.engine.tensor_parallel
         self.group, self.groups = world.rank // shared, world.size // shared
         self.reports = world.rank % shared == 0
-        self.rebalancer: Rebalancer | None = None  # of the last rollout
         self.prompts_drawn = 0  # from the training split
         self.stats, self.tool_stats = RolloutStats(), ToolStats()  # of the step, all ranks together
         self.ranks = RankTimes(world, self.coordinator)
@@ -80,7 +78,6 @@ class Collector(RolloutObserver):
         self._prompts: Mapping[int, Prompt] = {}  # of the rollout, by group
         self._place: dict[int, int] = {}  # of the response, by request id
         self._submitted: set[int] = set()  # places of those that the reward workers have
-        self._places: list[int] = []  # of all responses; requests moved to other ranks leave gaps
         self._ahead: dict[int, Prompt] = {}
         self._most_ahead = 0
 
@@ -166,9 +163,6 @@ class Collector(RolloutObserver):
         began = time.perf_counter()
         if self.coordinator is not None:
             self.coordinator.start(step, refill)
-        most, name = self.config.spot.rebalance, f"{step}.{refill}"
-        if most and self.world.size > 1:
-            self.rebalancer = Rebalancer(self.world, most, self.config.engine.max_batch, name)
         if self.tail is not None:
             self.tail.begin(first=refill == 0)
         groups = dict(enumerate(prompts, first))
@@ -183,7 +177,7 @@ class Collector(RolloutObserver):
         self.world.enter("reward")
         with self.phases("reward"):
             own = [groups[response.request.group] for response in responses]
-            rewards = [] if self.stop.name else self.rewards(own, responses, self._places)
+            rewards = [] if self.stop.name else self.rewards(own, responses, submitted=True)
         seconds = time.perf_counter() - began
         if self.coordinator is not None:
             with self.phases("update_drafter"):
@@ -217,29 +211,22 @@ class Collector(RolloutObserver):
     def roll_out(
         self, prompts: Mapping[int, Prompt], requests: Sequence[Request]
     ) -> list[Response]:
-        """This rank's responses in the order of its requests, then those to others' requests."""
+        """This rank's responses in the order of its requests."""
         self._ended.clear()
-        self._submitted, self._places = set(), []
+        self._submitted.clear()
         if not requests:
             return []
         self._prompts = prompts
         self._place = {request.id: i for i, request in enumerate(requests)}
         with answering(self.tools, prompts) as on_end:
             observer = self if self.reports else RolloutObserver()
-            responses = self.session.roll_out(
-                requests, observer=observer, source=self.rebalancer, on_end=on_end
-            )
-        if not self.reports:
-            return []
-        responses.sort(key=lambda response: self._place[response.request.id])
-        self._places = [self._place[response.request.id] for response in responses]
-        return responses
+            responses = self.session.roll_out(requests, observer=observer, on_end=on_end)
+        return responses if self.reports else []
 
     # ---- called by the engine -------------------------------------------------------------------
 
     def on_pass(self, active: int, passes: int = 1) -> None:
-        # Must not stop here if other ranks may wait for requests or passes of this rank.
-        if self.rebalancer is None and self.groups == self.world.size:
+        if self.groups == self.world.size:  # else other ranks may wait for passes of this one
             self.stop.check()
         if self.tail is not None:
             engine = self.session.engine
@@ -248,7 +235,7 @@ class Collector(RolloutObserver):
             self.tail.advance(engine.scheduler.least_emitted, self.workers.scored())
 
     def on_finish(self, request: RunningRequest) -> None:
-        at = self._place.setdefault(request.request.id, len(self._place))
+        at = self._place[request.request.id]
         self._ended.append((at, self._prompts[request.request.group], request))
         if self.tail is not None:
             self.tail.add(at, request.response(self.session.engine.target_version))
@@ -294,13 +281,11 @@ class Collector(RolloutObserver):
         return decode(ids[:-1] if finished else ids, skip_special_tokens=False)
 
     def rewards(
-        self, prompts: Sequence[Prompt], responses: Sequence[Response], places: Sequence[int] = ()
+        self, prompts: Sequence[Prompt], responses: Sequence[Response], submitted: bool = False
     ) -> list[float]:
-        """One reward for each response, in order; those at `places` may be submitted already."""
-        submitted = self._submitted if places else ()
-        at = places or range(len(responses))
-        for place, prompt, response in zip(at, prompts, responses, strict=True):
-            if place not in submitted:
+        """One reward for each response, in order; the rollout may have `submitted` some already."""
+        for place, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            if not (submitted and place in self._submitted):
                 finished = response.finish == "stop"
                 self.workers.submit(place, prompt, self.text(response), finished)
         return self.workers.collect(len(responses))

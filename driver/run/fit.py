@@ -128,7 +128,7 @@ def _savings(config: Config, shape: RunShape) -> Iterator[tuple[str, Any]]:
 def _group_sizes(config: Config, shape: RunShape) -> Iterator[int]:
     """Larger values of `engine.tensor_parallel` that the run could use."""
     sizes = [n for n in GROUP_SIZES if n > config.engine.tensor_parallel and shape.ranks % n == 0]
-    if not sizes or config.spot.rebalance or make_task(**asdict(config.task)).has_turns:
+    if not sizes or make_task(**asdict(config.task)).has_turns:
         return
     for size in sizes:
         with suppress(UserError):  # a head would be divided

@@ -186,8 +186,6 @@ class Run:
         if self.step in self.evaluations:
             metrics["eval/accuracy"] = self.evaluations[self.step]
         metrics |= self.collector.ranks.metrics(metrics.get(CARD_MEMORY))
-        if self.collector.rebalancer is not None:
-            metrics["ranks/handed_over"] = float(stats.adopted)
         self.last_metrics = metrics | self.phases.end_step(self.step)
         if self.folder is not None:
             trace = [*stats.trace, (stats.elapsed_s, 0, str(OFF))]

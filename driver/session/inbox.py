@@ -58,7 +58,7 @@ class Inbox(RequestSource):
     Attributes:
         engine: a lock, held by the thread that uses the engine.
         on_end: of requests without a ticket.
-        poll_s: longest wait for a tool while other sources or observers exist; None = no limit.
+        poll_s: longest wait for a tool while there is an observer; None = no limit.
         kv_lost: set by a change after which the KV cache has to be computed again.
         asleep, mixed: the engine's memory is released; an update of the weights failed halfway.
     """

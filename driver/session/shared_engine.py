@@ -15,13 +15,12 @@ from ..common.errors import UserError
 from ..common.numbers import shown
 from ..model.target_weights import Weights
 from ..rollout.observer import Observers, RolloutObserver
-from ..rollout.rebalance import LOOK_S
 from ..rollout.request import Request, Response
-from ..rollout.source import RequestSource
 from .inbox import Inbox, OnEnd, SessionClosed, Ticket, check_ids
 from .load import use_device
 from .parts import Rollout
 
+LOOK_S = 0.1  # longest wait for a tool before the observer is called again
 EXIT_S = 30.0  # most that the exit of Python waits for a session that was not closed
 
 
@@ -48,7 +47,6 @@ class SharedEngine:
         *,
         record: bool = True,
         observer: RolloutObserver | None = None,
-        source: RequestSource | None = None,
         on_end: OnEnd | None = None,
     ) -> list[Response]:
         """Makes a rollout in this thread, after a running one; submitted requests join it.
@@ -57,11 +55,10 @@ class SharedEngine:
             requests: of the rollout.
             record: see `RolloutEngine.generate`.
             observer: called besides the spot trainer.
-            source: adds and removes requests.
             on_end: see `Session.submit`; an error in it ends the rollout.
 
-        With `engine.tensor_parallel` every rank of a group makes the same call, without `on_end`
-        and source: answers and arrivals would come at different passes.
+        With `engine.tensor_parallel` every rank of a group makes the same call, without `on_end`:
+        answers would come at different passes.
 
         Raises:
             UserError: a request that can never run, or the session sleeps.
@@ -79,14 +76,14 @@ class SharedEngine:
                 self._final_steps = False
             inbox.on_end, inbox.kv_lost = on_end, False
             inbox.version = self.engine.target_version
-            inbox.poll_s = None if source is None and observer is None else LOOK_S
+            inbox.poll_s = None if observer is None else LOOK_S
             parts = [part for part in (observer, self.spot) if part is not None]
             try:
                 return self.engine.generate(
                     requests,
                     record=record,
                     observer=Observers(*parts) if observer else None,
-                    sources=[inbox] if source is None else [inbox, source],
+                    source=inbox,
                 )
             except BaseException as error:
                 if self.spot is not None:

@@ -37,7 +37,6 @@ ARMS = {
     "two GPUs": (2, []),
     "two GPUs, off": (2, ["engine.strategies=off", "spot.mode=off"]),
     "two GPUs, coordinator off": (2, ["spot.mode=off"]),
-    "two GPUs, rebalance": (2, ["spot.rebalance=4"]),
 }
 LARGE = "train 7b, two GPUs"
 LARGE_WORDS = [*BIG.split(), "grpo.offload=none", "task.name=profiling.benches.big:Scored"]
@@ -47,7 +46,6 @@ SHOWN = {
     "idle_share": "ranks/idle_share",
     "bubble_used_share": "ranks/bubble_used_share",
     "accept_length": "spec/accept_length",
-    "handed_over": "ranks/handed_over",
     **{f"{phase}_s": f"timing_s/{phase}" for phase in (*PHASES, "gather", "log")},
 }
 TOKENS = "drafter/tokens_seen"

@@ -99,13 +99,13 @@ def requests(count=12, new=24, settings=SETTINGS, stop=(3, 5)):
     ]
 
 
-def generate(rollout, jobs, *menu, seed=0, page_limit=None, horizon=1, sources=()):
+def generate(rollout, jobs, *menu, seed=0, page_limit=None, horizon=1):
     engine = rollout.engine
     engine.bandit = Choose(*(menu or ["off"]), seed=seed, horizon=horizon)
     engine.page_limit = page_limit
     engine.forget()
     try:
-        return engine.generate(jobs, record=False, sources=sources)
+        return engine.generate(jobs, record=False)
     finally:
         engine.page_limit = None
 
