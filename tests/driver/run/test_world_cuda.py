@@ -33,6 +33,7 @@ def slow(self, prompts, requests):
         time.sleep(3)
     return generate(self, prompts, requests)
 collector.Collector.roll_out = slow
+Coordinator._micro_step = often  # the prelude lets an idle rank make ten steps a second
 """
 
 
@@ -71,9 +72,9 @@ def test_an_idle_card_trains_captured_steps_and_both_draft_with_them(tmp_path):
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     for record in records[1:]:
         assert 0.5 < record["ranks/bubble_used_share"] <= 1 and record["ranks/idle_share"] > 0.2
-    # Op by op a step takes 20 ms and more: 150 in the time that the other card sleeps.
+    # Op by op a step takes 20 ms and more: 150 steps of 256 tokens while the other card sleeps.
     seen = [record["drafter/tokens_seen"] for record in records[1:]]
-    assert seen[2] - seen[1] > 500 * 64
+    assert seen[2] - seen[1] > 250 * 256
     assert "could not be captured" not in log and "micro-step failed" not in log
 
 
