@@ -289,6 +289,7 @@ class Scheduler:
             self.waiting.remove(state)
             if not state.num_emitted:
                 self.prefixes.withdraw(state.request.prompt_ids)
+                self.prefixes.release_unused()
         self._reset(state)
 
     def _finish(self, state: RunningRequest) -> None:
