@@ -89,8 +89,13 @@ def run_steps(run: Run, progress: Progress) -> None:
         metrics = run.update_policy(step)
         with run.phases("update_weights"):
             run.sync_weights()
-        if config.run.eval_every and run.is_due(config.run.eval_every):
-            run.evaluate()
+        try:
+            if config.run.eval_every and run.is_due(config.run.eval_every):
+                run.evaluate()
+        except Exception:
+            if run.world.size == 1:  # the step is saved, so it needs its record
+                run.log(metrics, step)
+            raise
         run.log(metrics, step)
         progress.step(run.step, run.last_metrics)
         if run.is_due(config.run.checkpoint_every):

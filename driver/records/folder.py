@@ -82,11 +82,12 @@ class RunFolder:
         self._lock = FolderLock(self.path)  # two processes would mix their records
         run_checkpoint.clean_checkpoints(self.checkpoints)
         self.resumed = run_checkpoint.latest_checkpoint(self.checkpoints)
-        done = self.resumed.step if self.resumed else -1
+        done = self.resumed.step if self.resumed else 0
         write_text(self.path / "config.yaml", to_yaml(config))
         if (trace := self.path / "trace.json").exists():  # of the process that ended there
-            trace.rename(self.path / f"trace-{max(0, done)}.json")
-        metrics, _, samples = (_set_back(self.path / name, done) for name in LOGS)
+            trace.rename(self.path / f"trace-{done}.json")
+        # The evaluation before the first step, which no checkpoint contains, is made again.
+        metrics, _, samples = (_set_back(self.path / name, done or -1) for name in LOGS)
         write_text(self.path / "samples.txt", "".join(map(_sample_text, samples)))
         # TensorBoard purges by file name, so the kept records are written again instead.
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)

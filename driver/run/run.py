@@ -60,8 +60,9 @@ class Run:
     evaluations: dict[int, float] = field(default_factory=dict)  # step -> held-out accuracy
     tokens: int = 0  # emitted in training rollouts
     target_passes: int = 0
+    prompts_drawn: int = 0  # from the training split, in finished steps
     correct: list[int] = field(default_factory=list)  # lengths of all correct responses
-    consistent: bool = True  # False from the start of an update until the engine has its weights
+    consistent: bool = True  # False from the start of an update until its step is logged
     bad_updates: int = 0  # in a row, whose loss or gradient was not finite
     last_metrics: dict[str, float] = field(default_factory=dict)
 
@@ -139,7 +140,7 @@ class Run:
         self.step += 1
         self.version += 1
         self.session.update_weights(self.trainer.weights.stream(), self.version)
-        self.consistent = True
+        self.prompts_drawn = self.collector.prompts_drawn
         if self.trainer.step == 1:  # Adam's moments are new
             self.prepare_checkpoint()
 
@@ -192,6 +193,7 @@ class Run:
             self.folder.log_rollout(self.step, lengths, trace)
             self.folder.log_samples(self.step, self._samples(step))
             self.folder.log_step(self.step, self.last_metrics)
+        self.consistent = True
         self.phases.add("log", time.perf_counter() - begin)
 
     def _answer_metrics(self, step: Experience) -> dict[str, float]:
@@ -255,7 +257,7 @@ class Run:
                 "counters": {
                     "noise": NOISE_VERSION,
                     "version": self.version,
-                    "prompts_drawn": self.collector.prompts_drawn,
+                    "prompts_drawn": self.prompts_drawn,
                     "tokens": self.tokens,
                     "target_passes": self.target_passes,
                     "evaluations": self.evaluations,
@@ -323,7 +325,7 @@ class Run:
             )
         self.version, self.tokens = counters["version"], counters["tokens"]
         self.target_passes = counters["target_passes"]
-        self.collector.prompts_drawn = counters["prompts_drawn"]
+        self.prompts_drawn = self.collector.prompts_drawn = counters["prompts_drawn"]
         self.evaluations = {int(k): v for k, v in counters["evaluations"].items()}
         self.correct = counters["correct"]
         self.phases.load_state_dict(counters["phases"])

@@ -71,6 +71,29 @@ def test_a_signal_saves_the_last_whole_step(unbroken, tmp_path, monkeypatch, num
     assert rolled_out(tmp_path / "it") == rolled_out(unbroken.folder.path)
 
 
+@pytest.mark.parametrize(
+    ("phase", "step"), [("gather", 0), ("finish_bubble", 1), ("evaluate", 2), ("log", 2)]
+)
+def test_a_run_that_an_error_ended_resumes_to_the_same_records(
+    unbroken, tmp_path, monkeypatch, phase, step
+):
+    """What is saved after an error has the prompts and the record of each of its steps."""
+    whole, words = getattr(Run, phase), ["run.steps=3", "run.checkpoint_every=0"]
+
+    def failing(self, *args):
+        if self.step == step:
+            raise UserError("it failed")
+        return whole(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, phase, failing)
+        with pytest.raises(UserError, match="it failed"):
+            run(tmp_path, "it", *words)
+    run(tmp_path, "it", *words, "run.resume=true")
+    assert steps(tmp_path / "it") == [0, 1, 2, 3]
+    assert rolled_out(tmp_path / "it") == rolled_out(unbroken.folder.path)
+
+
 @pytest.mark.parametrize(("name", "code"), [((), 130), (("SIGTERM",), 143)])
 def test_a_signal_during_the_warm_up_says_that_nothing_is_saved(tmp_path, monkeypatch, name, code):
     def interrupted(*_):
