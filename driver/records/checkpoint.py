@@ -71,12 +71,16 @@ class Checkpoint:
             raise UserError(f"{error}; {self._remedy}") from error
 
     def restore(self, name: str, load: Callable[[Any], None]) -> None:
-        """Passes one state to `load`; UserError if it is damaged or lacks a required key."""
+        """Passes one state to `load`, if the run had one (a run without a drafter has none for it).
+
+        Raises UserError if it is damaged or lacks a required key.
+        """
         with earlier_versions(
             f"{self.path}: state/{name}.pt",
             f"it cannot be resumed, model.path={self.path} starts a new run from its policy",
         ):
-            load(self.state(name))
+            if (state := self.state(name)) is not None:
+                load(state)
 
 
 @contextlib.contextmanager

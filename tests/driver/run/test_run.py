@@ -371,7 +371,9 @@ def test_training_in_float16_is_refused(tmp_path):
 
 
 def test_a_resumed_run_may_change_its_engine_and_keeps_its_tokens(unbroken, tmp_path):
-    run(tmp_path, "run", "run.steps=2")
+    run(tmp_path, "run", "run.steps=2", "engine.strategies=off")
+    learning = run(tmp_path, "run", "run.steps=4", "run.resume=true")
+    assert learning.rollout.spot.steps > 0  # a new drafter
     words = ["engine.strategies=off ngram:2,1,3", "engine.page_size=16", "engine.max_batch=5"]
     words += ["bandit.buckets=1,3", "reward.workers=1", "spot.mode=off"]
     resumed = run(tmp_path, "run", "run.steps=5", "run.resume=true", *words)
