@@ -2,11 +2,10 @@
 
 import gc
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
-
-from torch import nn
 
 from ..common.errors import UserError
 from ..rollout.request import Request, SamplingParams, request_id
@@ -15,6 +14,14 @@ from ..session.inbox import OnEnd
 from ..session.pretrained import check_words
 
 Trainer = Any  # `trl.GRPOTrainer`, whose annotations lack what its constructor assures
+HALF = {"bf16": "bfloat16", "fp16": "float16"}  # dtypes of mixed precision
+# What TRL's generation takes from the model's generation_config, and the value without effect.
+DECODING: dict[str, Any] = {"typical_p": 1, "num_beams": 1, "guidance_scale": 1}
+DECODING |= dict.fromkeys(("min_p", "min_length", "min_new_tokens", "no_repeat_ngram_size"), 0)
+DECODING |= dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0)
+DECODING |= dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"))
+DECODING |= dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias"))
+DECODING |= dict.fromkeys(("stop_strings", "exponential_decay_length_penalty"))
 
 
 class TltRollout:
@@ -59,8 +66,8 @@ class TltRollout:
         self.max_batch, self.max_len, self.settings = max_batch, max_len, tuple(settings)
         self.session: Session | None = None
         self.updates = 0
-        self._policy: nn.Module | None = None  # that of the session
-        self._state: tuple[int, ...] = ()  # of the weights that the session has
+        self._trainer: weakref.ref[Trainer] | None = None  # that of the session
+        self._state: tuple[object, ...] = ()  # of the weights that the session has
         self._calls: Counter[tuple[str, int]] = Counter()  # by phase and step
 
     def __call__(self, prompts: list[Any], trainer: Trainer) -> dict[str, list[Any]]:
@@ -113,23 +120,25 @@ class TltRollout:
         """Frees the engine; a further call builds another one."""
         if self.session is not None:
             self.session.close()
-        self.session = self._policy = None
+        self.session = self._trainer = None
         self._calls.clear()
         gc.collect()  # parts of an engine refer to each other
 
     def _synced(self, trainer: Trainer) -> Session:
         """The session, with the weights that the policy has now."""
         policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        # Torch counts changes in place, so a checkpoint that was loaded is seen, too.
+        # Torch counts changes in place, so a checkpoint that was loaded is seen, too. It does not
+        # count writes to `Tensor.data`, with which averaged weights are put in for an evaluation.
         tensors = itertools.chain(policy.parameters(), policy.buffers())
-        state = trainer.state.global_step, *(tensor._version for tensor in tensors)
-        if policy is not self._policy:  # another trainer, with settings of its own
+        versions = (tensor._version for tensor in tensors)
+        state = _phase(trainer), trainer.state.global_step, *versions
+        if self._trainer is None or self._trainer() is not trainer:  # it has settings of its own
             self.close()
         if self.session is None:
             device = trainer.accelerator.device  # of this process; "cpu:0" among several
             # In mixed precision the policy has float32 weights and computes in another type.
-            mixed = trainer.accelerator.mixed_precision == "bf16"
-            words = ["model.dtype=bfloat16"] if mixed else []
+            half = HALF.get(trainer.accelerator.mixed_precision)
+            words = [f"model.dtype={half}"] if half else []
             self.session = Session.from_pretrained(
                 policy,
                 tokenizer=trainer.processing_class,
@@ -144,7 +153,7 @@ class TltRollout:
         elif state != self._state:
             self.session.update_weights(policy.state_dict(), version=trainer.state.global_step)
             self.updates += 1
-        self._policy, self._state = policy, state
+        self._trainer, self._state = weakref.ref(trainer), state
         return self.session
 
     def _keys(self, trainer: Trainer, count: int) -> list[int]:
@@ -166,10 +175,17 @@ class TltRollout:
 
 def check_trainer(trainer: Trainer) -> None:
     """Raises UserError for a setting of the trainer that would be ignored."""
+    args = trainer.args
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    own = model.generation_config
     refused = {
+        "max_completion_length=None": trainer.max_completion_length is None,
         f"min_p={trainer.min_p}": trainer.min_p,
         f"repetition_penalty={trainer.repetition_penalty}": trainer.repetition_penalty != 1.0,
-        f"generation_kwargs={trainer.args.generation_kwargs}": trainer.args.generation_kwargs,
+        f"generation_kwargs={args.generation_kwargs}": args.generation_kwargs,
+        f"cache_implementation={args.cache_implementation}": args.cache_implementation,
+        "use_transformers_continuous_batching": args.use_transformers_continuous_batching,
+        "cast_lm_head_to_fp32": args.cast_lm_head_to_fp32,
         "use_vllm": trainer.use_vllm,
         "tools": trainer.tools,
         "environment_factory": trainer.environment_factories,
@@ -177,6 +193,9 @@ def check_trainer(trainer: Trainer) -> None:
         "FSDP": trainer.is_fsdp_enabled,
         "DeepSpeed": trainer.is_deepspeed_enabled,
     }
+    for name, neutral in DECODING.items():
+        value = getattr(own, name, None)
+        refused[f"{name}={value} of the model's generation_config"] = value not in (None, neutral)
     for name, used in refused.items():
         if used:
             raise UserError(

@@ -16,6 +16,7 @@ from driver.model import tiny
 
 pytest.importorskip("trl", reason="needs the extra `trl`")
 from datasets import Dataset  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from driver.adapters.trl import TltRollout  # noqa: E402
@@ -58,7 +59,29 @@ def logprobs(trainer, prompt, completion):
     return picked[:, 0].tolist()
 
 
-def make_trainer(folder, rollout, conversations=False, rows=None, policy_seed=1, **changes):
+class Trainer(GRPOTrainer):
+    """Keeps the phase, the step and the batch of each rollout."""
+
+    def _generate_and_score_completions(self, inputs):
+        out = super()._generate_and_score_completions(inputs)
+        phase = "train" if self.model.training else "eval"
+        self.batches = [*getattr(self, "batches", []), (phase, self.state.global_step, dict(out))]
+        return out
+
+
+class Noise(TrainerCallback):
+    """Changes the weights after each step, by the step alone."""
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        draw = torch.Generator().manual_seed(state.global_step)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.05 * torch.randn(weight.shape, generator=draw))
+
+
+def make_trainer(
+    folder, rollout, conversations=False, rows=None, policy_seed=1, policy=None, **changes
+):
     tokenizer = tiny.build_tokenizer()
     prompts = PROMPTS
     if conversations:
@@ -83,8 +106,8 @@ def make_trainer(folder, rollout, conversations=False, rows=None, policy_seed=1,
         **changes,
     }
     data = Dataset.from_list([{"prompt": prompt} for prompt in prompts[:rows]])
-    return GRPOTrainer(
-        tiny.build_policy(SHAPE, seed=policy_seed),
+    return Trainer(
+        policy or tiny.build_policy(SHAPE, seed=policy_seed),
         share_of_digits,
         args=GRPOConfig(**settings),
         train_dataset=data,
@@ -109,6 +132,34 @@ def train(folder, rollout, **changes):
 
 def tokens(rollout):
     return [call[3]["completion_ids"] for call in rollout.calls]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+        {"conversations": True, "steps_per_generation": 4, "num_iterations": 2, "max_steps": 5},
+        {"pad_to_multiple_of": 8, "mask_truncated_completions": True, "loss_type": "dr_grpo"},
+    ],
+)
+def test_batches_are_those_of_trls_own_generation(tmp_path, rollout, changes):
+    pair = []
+    for generator in (rollout, None):
+        # Of one candidate the draw is the same whatever the noise.
+        trainer = make_trainer(tmp_path, generator, top_k=1, max_completion_length=24, **changes)
+        trainer.add_callback(Noise())
+        trainer.train()
+        pair.append(trainer.batches)
+    ended = 0
+    for (*when, batch), (*expected_when, expected) in zip(*pair, strict=True):
+        assert batch.pop("sampling_per_token_logps").shape == batch["completion_ids"].shape
+        assert when == expected_when and batch.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(batch[name], value, rtol=1e-4, atol=1e-3)
+        ended += (expected["completion_mask"].sum(1) < 24).sum()
+    assert len(pair[0]) > 1 and ended > 0
+    ids = [batch["completion_ids"].tolist() for *_, batch in pair[0]]
+    assert ids[0] != ids[-1]
 
 
 def test_tokens_are_drawn_from_the_present_weights(tmp_path, rollout):
@@ -219,6 +270,42 @@ def test_weights_loaded_without_a_step_are_copied_too(tmp_path, rollout):
     assert sum(out["logprobs"], []) == pytest.approx(sum(own, []), abs=1e-4)
 
 
+def test_weights_put_in_for_an_evaluation_are_taken_and_given_back(tmp_path, rollout):
+    trainer = make_trainer(tmp_path, rollout, eval_strategy="steps", eval_steps=1)
+    other, evaluate = tiny.build_policy(SHAPE, seed=2), trainer.evaluate
+
+    def exchange():
+        for weight, own in zip(trainer.model.parameters(), other.parameters(), strict=True):
+            weight.data, own.data = own.data.clone(), weight.data.clone()
+
+    def evaluate_other(*arguments, **named):
+        exchange()
+        metrics = evaluate(*arguments, **named)
+        exchange()
+        return metrics
+
+    trainer.evaluate = evaluate_other
+    trainer.train()
+    assert {call[0] for call in rollout.calls} == {"train", "eval"}
+    for *_, out, own in rollout.calls:
+        assert sum(out["logprobs"], []) == pytest.approx(sum(own, []), abs=1e-4)
+
+
+def test_another_trainer_of_the_same_policy_gets_its_own_seed(tmp_path, rollout):
+    policy = tiny.build_policy(SHAPE, seed=1)
+    for seed in (5, 6, 5):
+        make_trainer(tmp_path, rollout, policy=policy, seed=seed, top_k=None).evaluate()
+    first, other, again = tokens(rollout)
+    assert first == again != other
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_mixed_precision_is_that_of_the_engine(tmp_path, rollout, name):
+    make_trainer(tmp_path, rollout, **{"bf16": False, name: True}).evaluate()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    assert rollout.session.rollout.target.dtype == dtype
+
+
 def test_another_trainer_gets_an_engine_with_its_own_policy_and_seed(tmp_path, rollout):
     for changes in ({}, {"policy_seed": 2}, {"seed": 6}):
         make_trainer(tmp_path, rollout, **changes).evaluate()
@@ -247,13 +334,33 @@ def test_conversations_get_the_chat_template(tmp_path, rollout):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"min_p": 0.1}, {"repetition_penalty": 1.2}, {"generation_kwargs": {"num_beams": 2}}],
+    [
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.2},
+        {"generation_kwargs": {"num_beams": 2}},
+        {"max_completion_length": None},
+        {"cache_implementation": "static"},
+        {"use_transformers_continuous_batching": True},
+        {"cast_lm_head_to_fp32": True},
+    ],
 )
 def test_settings_that_the_engine_lacks_are_refused(tmp_path, rollout, changes):
     with pytest.raises(UserError, match=f"uses {next(iter(changes))}.*leave it out"):
         train(tmp_path, rollout, **changes)
     with pytest.raises(UserError, match="settings: must be a list of key=value words, got 'run.s"):
         TltRollout(settings="run.seed=1")
+
+
+@pytest.mark.parametrize("name, value", [("suppress_tokens", [5]), ("no_repeat_ngram_size", 2)])
+def test_settings_of_the_models_generation_that_the_engine_lacks_are_refused(
+    tmp_path, rollout, name, value
+):
+    policy = tiny.build_policy(SHAPE, seed=1)
+    policy.generation_config.update(num_beams=1, typical_p=1.0, min_length=0, temperature=0.1)
+    make_trainer(tmp_path, rollout, policy=policy).evaluate()
+    setattr(policy.generation_config, name, value)
+    with pytest.raises(UserError, match=f"{name}=.* of the model's generation_config"):
+        make_trainer(tmp_path, rollout, policy=policy).evaluate()
 
 
 WORKER = """
