@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .memory import pin_with_threads
+
 PLAIN = {int, float, str}
 
 Place = tuple[str | int, ...]  # path of a tensor in a state: keys and indices, outermost first
@@ -20,6 +22,8 @@ class HostCopies:
 
     def __init__(self) -> None:
         self.room: dict[Place, Tensor] = {}
+        if torch.cuda.is_available():
+            pin_with_threads()
 
     def prepare(self, state: Any) -> None:
         """Allocates the buffers that a state lacks, which is slow for pinned memory."""

@@ -12,6 +12,8 @@ from .releasable import ReleasableMemory
 
 FLOAT_BYTES = 4  # float32
 CARD_MEMORY = "perf/max_memory_allocated_gb"
+# Threads touch the pages of pinned memory before CUDA, whose other calls wait, registers them.
+PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 # Memory limits of a container, in the second and the first version of control groups.
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -23,6 +25,13 @@ def host_bytes() -> int:
         with suppress(OSError, ValueError):  # the file is missing, or "max" = no limit
             sizes.append(int(Path(path).read_text()))
     return min(sizes)
+
+
+def pin_with_threads() -> None:
+    """Lets torch pin host memory at 6.8 instead of 1.9 GB/s (H200)."""
+    # torch resets some settings that a call leaves out, so those of the user are repeated.
+    own = (os.environ.get(f"PYTORCH_{name}ALLOC_CONF") for name in ("CUDA_", ""))
+    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (PINNED, *own))))
 
 
 def peak_memory_gb() -> float:

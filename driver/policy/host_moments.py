@@ -1,6 +1,5 @@
 """Adam's moments in host memory, alone or with weights and gradients; steps on the device."""
 
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from ..common.memory import pin_with_threads
+
 MOMENTS = ("exp_avg", "exp_avg_sq")  # names in the state of torch's AdamW
 BLOCK_NUMBERS = 1 << 23  # of parameters whose moments are in one block of the device
 RING = 3  # blocks on the device: one arrives, one is computed with, one leaves
 HOST_NUMBERS = 1 << 31  # in a block of host memory
-# Threads touch the pages of pinned memory before it is registered: 6.8 instead of 1.9 GB/s.
-PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 
 
 class HostMoments:
@@ -117,9 +116,7 @@ class HostBlocks:
     def __init__(self, numbers: int, pinned: bool) -> None:
         self._left, self._pinned = numbers, pinned
         if pinned:
-            # torch resets some settings that a call leaves out, so those of the user are repeated.
-            own = (os.environ.get(f"PYTORCH_{name}ALLOC_CONF") for name in ("CUDA_", ""))
-            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (PINNED, *own))))
+            pin_with_threads()
         self._block = torch.empty(0)
 
     def take(self, shape: torch.Size) -> Tensor:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from driver.common.memory import PINNED
 from driver.policy import host_moments
-from driver.policy.host_moments import MOMENTS, PINNED, HostBlocks, HostMoments
+from driver.policy.host_moments import MOMENTS, HostBlocks, HostMoments
 from tests import kit
 
 
