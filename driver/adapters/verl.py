@@ -32,7 +32,8 @@ from .buckets import collect, transfer
 
 NAME = "tlt"
 MAX_BATCH = 256  # requests that run at once, where `max_num_seqs` is larger
-NEUTRAL = {"repetition_penalty": 1.0, "min_p": 0.0}  # values that change nothing
+# Values that change nothing.
+NEUTRAL = {"repetition_penalty": 1.0, "min_p": 0.0, "presence_penalty": 0, "frequency_penalty": 0}
 
 
 class Server:
@@ -70,16 +71,18 @@ class Server:
 
     @property
     def max_len(self) -> int:
-        config = self.config
-        return config.max_model_len or config.prompt_length + config.response_length
+        return self.config.max_model_len or self._trained_len
+
+    @property
+    def _trained_len(self) -> int:
+        return self.config.prompt_length + self.config.response_length
 
     async def generate(
         self,
         prompt_ids: list[int],
         sampling_params: dict[str, Any],
         request_id: str,
-        image_data: list[Any] | None = None,
-        video_data: list[Any] | None = None,
+        **media: Any,
     ) -> TokenOutput:
         """The response to a prompt, to which the tokens of an aborted request are appended.
 
@@ -87,12 +90,13 @@ class Server:
         equal tokens. Raises UserError for a setting that the engine does not have, if there is no
         room for a token, or if a request with this id runs.
         """
-        if image_data is not None or video_data is not None:
-            raise UserError(f"rollout {NAME}: it generates text only, the prompt has images")
-        if not self._open.is_set() and self._rejects:
-            fields = {"global_steps": self.version}
-            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=fields)
-        await self._open.wait()
+        if given := [name for name, value in media.items() if value]:
+            raise UserError(f"rollout {NAME}: it generates from texts alone, got {given}")
+        while not self._open.is_set():  # it may be closed again before this request goes on
+            if self._rejects:
+                fields = {"global_steps": self.version}
+                return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=fields)
+            await self._open.wait()
         wanted = dict(sampling_params)
         with_logprobs = wanted.pop("logprobs", False)
         params = self._params(len(prompt_ids), wanted)
@@ -125,15 +129,17 @@ class Server:
                 f"rollout {NAME}: a prompt of {prompt_len} tokens leaves no room in max_model_len="
                 f"{self.max_len}; raise it or shorten the prompt"
             )
-        limit = wanted.pop("max_tokens", wanted.pop("max_new_tokens", self.config.response_length))
+        # In later turns the prompt contains those before, which count as response.
+        most = min(self.config.response_length, self._trained_len - prompt_len)
+        limit = wanted.pop("max_tokens", wanted.pop("max_new_tokens", most))
         temperature, top_p = wanted.pop("temperature", 1.0), wanted.pop("top_p", 1.0)
         top_k = max(0, wanted.pop("top_k", 0))  # -1: all tokens
         ignore_eos = wanted.pop("ignore_eos", self.config.ignore_eos)
+        stops = () if ignore_eos else self.session.params.stop_ids
+        stops = (*stops, *(wanted.pop("stop_token_ids", None) or ()))  # of a tool's call
         if unknown := {k: v for k, v in wanted.items() if v != NEUTRAL.get(k)}:
             raise UserError(f"rollout {NAME}: the engine has no sampling settings {unknown}")
-        most = max(1, min(limit, room))
-        stops = () if ignore_eos else self.session.params.stop_ids
-        return SamplingParams(temperature, top_k, top_p, most, stops)
+        return SamplingParams(temperature, top_k, top_p, max(1, min(limit, room)), stops)
 
     # ---- weights --------------------------------------------------------------------------------
 
@@ -204,10 +210,11 @@ class Replica(RolloutReplica):
 
     async def launch_servers(self) -> None:
         """Starts the server on the node and the device of its worker."""
-        if self.world_size != 1:
+        check_config(self.config)
+        if self.is_reward_model or self.is_teacher_model:
             raise UserError(
-                f"rollout {NAME}: tensor_model_parallel_size, data_parallel_size and"
-                f" pipeline_model_parallel_size must be 1, their product is {self.world_size}"
+                f"rollout {NAME}: it serves the policy, no reward model and no teacher; give those"
+                " another rollout.name"
             )
         resource = get_resource_name()
         node, devices = await self.workers[0].__ray_call__.remote(
@@ -218,13 +225,12 @@ class Replica(RolloutReplica):
         )
         platform = get_platform()
         variables = {name: "1" for name in platform.ray_noset_envvars()}
-        role = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
         server: Any = (
             ray.remote(Server)
             .options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
                 runtime_env={"env_vars": {**variables, **platform.rollout_env_vars()}},
-                name=server_name(self.replica_rank, role, self.name_suffix),
+                name=server_name(self.replica_rank),
                 max_concurrency=self.max_concurrency,
             )
             .remote(self.config, self.model_config, self.rollout_mode, ",".join(devices))
@@ -232,7 +238,7 @@ class Replica(RolloutReplica):
         await server.clear_kv_cache.remote()  # its engine is built
         self.servers, self._server_handle = [server], server
         # There is no HTTP server; the load balancer tells replicas apart by this name.
-        self._server_address = f"{NAME}-{role}{self.replica_rank}{self.name_suffix}"
+        self._server_address = f"{NAME}-{self.replica_rank}"
 
 
 class ServerAdapter(BaseRollout):
@@ -289,8 +295,36 @@ class ServerAdapter(BaseRollout):
         await done
 
 
-def server_name(replica_rank: int, role: str = "", suffix: str = "") -> str:
-    return f"{NAME}_server_{role}{replica_rank}{suffix}"
+def check_config(config: Any) -> None:
+    """Raises UserError for a setting of verl's `RolloutConfig` that would be ignored."""
+    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    refused = {f"{name}={getattr(config, name)}": getattr(config, name) > 1 for name in sizes}
+    refused |= {
+        f"quantization={config.quantization}": config.quantization,
+        "qat": (config.qat or {}).get("enable"),
+        "mtp": config.mtp and config.mtp.enable and config.mtp.enable_rollout,
+        "enable_rollout_routing_replay": config.enable_rollout_routing_replay,
+        "prometheus": config.prometheus.enable,
+        f"scheduling_policy={config.scheduling_policy}": config.scheduling_policy != "fcfs",
+    }
+    if given := [name for name, used in refused.items() if used]:
+        raise UserError(f"rollout {NAME}: the engine does not have {given}; leave them out")
+    # The engine's log-probs are those of the logits over the temperature.
+    equal = {
+        "processed_logprobs": config.top_k <= 0 and config.top_p == 1,
+        "raw_logprobs": config.temperature == 1,
+    }
+    if config.calculate_log_probs and not equal.get(config.logprobs_mode):
+        raise UserError(
+            f"rollout {NAME}: logprobs_mode={config.logprobs_mode} with temperature="
+            f"{config.temperature}, top_k={config.top_k}, top_p={config.top_p}: log-probs are those"
+            " after the temperature and before top-k and top-p; set top_k=-1 and top_p=1, or"
+            " calculate_log_probs=False"
+        )
+
+
+def server_name(replica_rank: int) -> str:
+    return f"{NAME}_server_{replica_rank}"
 
 
 def noise_key(name: str) -> int:

@@ -96,7 +96,15 @@ def test_aborted_requests_go_on_to_the_same_tokens(seen):
 
 def test_requests_wait_or_are_rejected_while_generation_is_stopped(seen):
     assert not seen["held_early"] and seen["held"]["stop"] == "completed"
-    assert seen["rejected"]["stop"] == "aborted" and seen["rejected"]["tokens"] == []
+    for name in ("rejected", "parked"):
+        assert seen[name]["stop"] == "aborted" and seen[name]["tokens"] == []
+
+
+def test_a_response_ends_with_the_budget_of_its_turns_or_a_stop_token_of_the_request(seen):
+    assert len(seen["turn"]["tokens"]) == 16 + 24 - 30
+    whole, stops = seen["whole"][0]["tokens"], seen["stops"]
+    *body, last = seen["stopped"]["tokens"]
+    assert last in stops and not set(body) & set(stops) and len(body) < len(whole)
 
 
 def test_new_weights_arrive_with_their_version(seen):
@@ -106,10 +114,18 @@ def test_new_weights_arrive_with_their_version(seen):
 
 
 def test_what_cannot_run_is_an_error_of_the_request(seen):
-    setting, too_long, few, twin = seen["errors"]
+    setting, audio, too_long, few, twin = seen["errors"]
     assert "no sampling settings {'min_p': 0.1}" in setting
     assert "a prompt of 400 tokens leaves no room" in too_long and "is missing" in few
-    assert "request twin runs already" in twin
+    assert "request twin runs already" in twin and "from texts alone, got ['audio_data']" in audio
+
+
+def test_settings_that_the_engine_lacks_are_refused(seen):
+    expected = ["tensor_model_parallel_size=2", "quantization=fp8", "routing_replay.*priority"]
+    expected += 2 * ["log-probs.*calculate_log_probs=False"]
+    expected += ["logprobs_mode=raw_logprobs with temperature=0.5", "no reward", "no teacher"]
+    assert len(seen["refused"]) == len(expected)
+    assert all(map(re.search, expected, seen["refused"]))
 
 
 REWARD = """

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import ray
@@ -17,12 +18,23 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import RolloutMode
 
-from driver.adapters.verl import Server, server_name
+from driver.adapters.verl import Replica, Server, server_name
+from driver.common.errors import UserError
 
 PROMPTS = [[3 + i, 13, 4 + i, 17] for i in range(8)]
 LONG = 300  # tokens of a response that is aborted
 PARAMS = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
 PARAMS |= {"logprobs": True}
+REFUSED = [
+    {"tensor_model_parallel_size": 2},
+    {"quantization": "fp8"},
+    {"enable_rollout_routing_replay": True, "scheduling_policy": "priority"},
+    {"calculate_log_probs": True, "top_p": 0.9},
+    {"calculate_log_probs": True, "top_k": 5},
+    {"calculate_log_probs": True, "logprobs_mode": "raw_logprobs", "temperature": 0.5},
+    {"is_reward_model": True},
+    {"is_teacher_model": True},
+]
 
 
 def plain(output):
@@ -117,12 +129,38 @@ async def main(folder):
         own_logprobs(model, prompt, out["tokens"])
         for (prompt, _), out in zip(jobs, seen["updated"], strict=False)
     ]
+    # Later turns, whose prompts contain the earlier ones: the response ends with the budget.
+    seen["turn"] = plain(await ask([3] * 30, "turn", **endless))
+    stops = sorted(set(seen["whole"][0]["tokens"][:20]))[:3]
+    seen["stops"] = stops
+    seen["stopped"] = plain(await ask(PROMPTS[0], "stopped", stop_token_ids=stops, max_tokens=LONG))
+
+    # A request that waits is not admitted if the gate is closed again before it goes on.
+    local = Server(config, model_config, RolloutMode.HYBRID, "0")
+    await local.abort_all_requests()
+    parked = asyncio.ensure_future(local.generate(PROMPTS[0], dict(PARAMS), "parked"))
+    await asyncio.sleep(0)
+    await local.resume_generation()
+    local._open.clear()  # what `abort_all_requests` begins with; the rest would end this one, too
+    local._rejects = True
+    seen["parked"] = plain(await parked)
+    local.session.close()
+
+    seen["refused"] = []
+    for changes in REFUSED:
+        role = {name: True for name in changes if name.startswith("is_")}
+        other = replace(config, **{k: v for k, v in changes.items() if k not in role})
+        try:
+            await Replica(0, other, model_config, **role).launch_servers()
+        except UserError as error:
+            seen["refused"].append(str(error))
     seen["errors"] = []
     few = iter([next(model.named_parameters())])
-    wrong = {"min_p": 0.1}
+    wrong = {"min_p": 0.1, "presence_penalty": 0.0}
     first, second = ask(PROMPTS[0], "twin", max_tokens=LONG, **endless), ask(PROMPTS[1], "twin")
     for call in (
         ask(PROMPTS[0], "x", **wrong),
+        server.generate.remote(PROMPTS[0], PARAMS, "x", image_data=None, audio_data=[[0.5]]),
         ask([3] * 400, "y"),
         adapter.update_weights(few),
         second,
