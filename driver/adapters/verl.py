@@ -160,6 +160,10 @@ class Server:
         """The version of the weights, if it changed and they did not."""
         self.version = global_steps
 
+    async def save_drafter(self, folder: str) -> None:
+        """See `Session.save_drafter`; the folder is on the server's node."""
+        await asyncio.to_thread(self.session.save_drafter, folder)
+
     # ---- memory ---------------------------------------------------------------------------------
 
     async def sleep(self) -> None:

@@ -53,7 +53,7 @@ def build(
     max_batch: int | None,
     max_len: int | None,
     settings: Sequence[str],
-) -> tuple[parts.Rollout, PromptEncoder | None, SamplingParams]:
+) -> tuple[parts.Rollout, PromptEncoder | None, SamplingParams, dict[str, Any]]:
     """The arguments of a session, from those of `Session.from_pretrained`."""
     if not (max_len is None or (isinstance(max_len, Integral) and max_len >= 2)):
         raise UserError(f"max_len: must be at least 2, prompt and response, got {shown(max_len)}")
@@ -97,7 +97,8 @@ def build(
     parts.adopt_drafter(rollout.spot, state, _refuse_drafter)
     ends = spec.eos_ids if encoder is None else end_ids(spec, encoder.tokenizer)
     limit = min(config.sampling.max_new_tokens, longest // 2)
-    return rollout, encoder, SamplingParams(max_new_tokens=limit, stop_ids=ends)
+    params = SamplingParams(max_new_tokens=limit, stop_ids=ends)
+    return rollout, encoder, params, policy.config.to_dict()
 
 
 def check_words(settings: Sequence[str]) -> None:
@@ -127,7 +128,8 @@ def _read_drafter(folder: str) -> dict[str, Any]:
     state = parts.drafter_state(user_path(folder))
     if state is None:
         raise UserError(
-            f"drafter={folder}: has no drafter (state/spot.pt); name a checkpoint of tlt train"
+            f"drafter={folder}: has no drafter (state/spot.pt); name a checkpoint of tlt train or a"
+            " folder of Session.save_drafter"
         )
     return state
 

@@ -10,11 +10,14 @@ from numbers import Integral
 from operator import index
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..common.errors import UserError
 from ..common.numbers import shown
+from ..common.storage import replaced, storage_errors, user_path
+from ..drafter.eagle3 import config_of_state, write_drafter
 from ..model.prompts import PromptEncoder
 from ..rollout.request import Request, Response, SamplingParams, request_id
 from .inbox import OnEnd
@@ -44,9 +47,10 @@ class Session(SharedEngine):
         rollout: Rollout,
         encode: PromptEncoder | None = None,
         params: SamplingParams | None = None,
+        model: Mapping[str, Any] | None = None,  # its `config.json`, for an exported drafter
     ) -> None:
         super().__init__(rollout)
-        self.encode = encode
+        self.encode, self.model = encode, model
         self.params = params or SamplingParams(stop_ids=rollout.target.spec.eos_ids)
         self._counting = threading.Lock()
         self._count = 0  # of the prompts so far, whose request ids follow from it
@@ -175,6 +179,29 @@ class Session(SharedEngine):
         for ticket, response in aborted:  # a callback may use the session
             ticket.set_result(response)
         return [response for _, response in aborted]
+
+    def save_drafter(self, folder: str) -> None:
+        """Saves the drafter, for `drafter=` and in the EAGLE-3 layout of vLLM and SGLang.
+
+        Raises UserError if there is no drafter, if the model has fewer than three layers, or if the
+        folder cannot be written.
+        """
+        if self.spot is None or self.model is None:
+            raise UserError(
+                "session: there is no drafter to save; give from_pretrained a drafter or"
+                " train_drafter=True"
+            )
+        path, target = user_path(str(folder)), self.rollout.target
+        with self._between_bursts(), storage_errors(path):
+            self.spot.end_final_steps()
+            self._final_steps = False
+            state = self.spot.state_dict()
+            drafter = state["drafter"]
+            config = config_of_state(drafter, target.spec, self.model, target.dtype)
+            write_drafter(path, drafter, config)
+            (path / "state").mkdir(exist_ok=True)
+            with replaced(path / "state" / "spot.pt") as file:
+                torch.save(state, file)
 
     def decode(self, response: Response) -> str:
         """The text of a response, without special tokens."""

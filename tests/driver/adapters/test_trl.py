@@ -80,7 +80,14 @@ class Noise(TrainerCallback):
 
 
 def make_trainer(
-    folder, rollout, conversations=False, rows=None, policy_seed=1, policy=None, **changes
+    folder,
+    rollout,
+    conversations=False,
+    rows=None,
+    policy=None,
+    policy_seed=1,
+    shape=SHAPE,
+    **changes,
 ):
     tokenizer = tiny.build_tokenizer()
     prompts = PROMPTS
@@ -107,7 +114,7 @@ def make_trainer(
     }
     data = Dataset.from_list([{"prompt": prompt} for prompt in prompts[:rows]])
     return Trainer(
-        policy or tiny.build_policy(SHAPE, seed=policy_seed),
+        policy or tiny.build_policy(shape, seed=policy_seed),
         share_of_digits,
         args=GRPOConfig(**settings),
         train_dataset=data,
@@ -203,16 +210,22 @@ def test_a_seed_gives_the_same_tokens_again(tmp_path, rollout):
         assert (tokens(again) == first) == same
 
 
-def test_a_trained_drafter_changes_no_token(tmp_path, rollout):
-    train(tmp_path, rollout)
+def test_a_drafter_that_is_trained_saved_and_trained_again_changes_no_token(tmp_path, rollout):
+    shape = ModelConfig(num_layers=3, hidden_size=32)  # the fewest layers of a saved drafter
+    train(tmp_path, rollout, shape=shape)
     spot = ["spot.tail_batch=8", "spot.every=1", "drafter.draft_vocab=32"]
     drafting = Recorder(
         train_drafter=True, settings=["engine.strategies=[off,learned:2,1,3]", *spot]
     )
-    train(tmp_path, drafting)
-    assert drafting.session.spot.steps > 0
+    train(tmp_path, drafting, shape=shape)
+    steps = drafting.session.spot.steps
+    drafting.session.save_drafter(tmp_path / "drafter")
     drafting.close()
-    assert tokens(drafting) == tokens(rollout)
+    assert steps > 0 and tokens(drafting) == tokens(rollout)
+    drafting.drafter = str(tmp_path / "drafter")
+    train(tmp_path, drafting, shape=shape)
+    assert drafting.session.spot.steps > steps and tokens(drafting) == 2 * tokens(rollout)
+    drafting.close()
 
 
 def test_tokens_of_a_tool_are_left_out_of_the_loss(tmp_path, rollout):

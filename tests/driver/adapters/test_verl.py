@@ -114,9 +114,10 @@ def test_new_weights_arrive_with_their_version(seen):
 
 
 def test_what_cannot_run_is_an_error_of_the_request(seen):
-    setting, audio, too_long, few, twin = seen["errors"]
+    setting, audio, too_long, few, twin, drafter = seen["errors"]
     assert "no sampling settings {'min_p': 0.1}" in setting
     assert "a prompt of 400 tokens leaves no room" in too_long and "is missing" in few
+    assert "there is no drafter to save" in drafter
     assert "request twin runs already" in twin and "from texts alone, got ['audio_data']" in audio
 
 

@@ -164,6 +164,7 @@ async def main(folder):
         ask([3] * 400, "y"),
         adapter.update_weights(few),
         second,
+        server.save_drafter.remote(str(folder / "drafter")),
     ):
         try:
             await call

@@ -14,10 +14,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from driver.common.errors import UserError
 from driver.config.strategy import Strategy
-from driver.records.checkpoint import save_checkpoint
+from driver.drafter.eagle3 import drafter_config
+from driver.model.spec import read_json
 from driver.rollout.request import Request, Response, SamplingParams
 from driver.session import Session
 from driver.session.inbox import SessionClosed
@@ -35,6 +37,7 @@ from tests.driver.session.test_session import (
     paused,
     short_turns,
 )
+from tests.kit import same_bits
 
 
 def test_close_ends_every_request_with_an_error(rollout):
@@ -434,19 +437,38 @@ def test_a_session_trains_its_drafter(policy, tmp_path):
         again = session.generate([r.request for r in first])
         assert same(again, first) and any(r.drafter_versions for r in again)
         assert {r.version for r in again} == {1}
-        states = {"spot": session.spot.state_dict()}
-        saved = save_checkpoint(tmp_path, 1, policy.save_pretrained, states, keep=1)
-        version = session.spot.runner.version
-    with Session.from_pretrained(policy, device="cpu", drafter=str(saved.path)) as session:
+        before = session.spot.runner.version
+        session.train_drafter()
+        session.save_drafter(tmp_path)
+        version, steps = session.spot.runner.version, session.spot.steps
+        assert version > before  # it is saved with the final steps
+        weights = session.spot.step.average.state_dict()
+    exported = load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    assert all(same_bits(exported[name], weights[name]) for name in weights)
+    shape, layers = session.spot.drafter.spec, session.rollout.target.feature_layers
+    expected = drafter_config(shape, policy.config.to_dict(), layers, torch.half)
+    assert read_json(tmp_path / "config.json") == expected | {"torch_dtype": "float32"}
+    make |= {"drafter": str(tmp_path)}
+    with Session.from_pretrained(policy, **make) as session:
+        assert session.spot.steps == steps
+        session.generate([r.request for r in first])
+        assert session.train_drafter(3) > steps
+    with Session.from_pretrained(policy, device="cpu", drafter=str(tmp_path)) as session:
         assert session.spot.runner.version == version and session.spot.mode == "off"
         session.rollout.fix(Strategy.parse("learned:4,2,8"))
         drafted = session.generate([r.request for r in first])
         assert same(drafted, first) and all(r.drafter_versions == [version] for r in drafted)
         with pytest.raises(UserError, match="no drafter is trained"):
             session.train_drafter()
+    with (
+        Session.from_pretrained(policy, device="cpu") as session,
+        pytest.raises(UserError, match="no drafter to save; give from_pretrained"),
+    ):
+        session.save_drafter(tmp_path)
     words = [*words, "drafter.draft_vocab=50"]
     with pytest.raises(UserError, match="drafter: its shape is not that of the model"):
-        Session.from_pretrained(policy, drafter=str(saved.path), device="cpu", settings=words)
+        Session.from_pretrained(policy, drafter=str(tmp_path), device="cpu", settings=words)
 
 
 def test_a_session_without_references_is_collected_with_its_thread(policy):
