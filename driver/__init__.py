@@ -6,9 +6,9 @@ The names below, the engine for a loop of your own, are imported on first use: t
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .session import Request, Response, SamplingParams, Session
+    from .session import Request, Response, SamplingParams, Session, SessionClosed, UserError
 
-__all__ = ["Request", "Response", "SamplingParams", "Session"]
+__all__ = ["Request", "Response", "SamplingParams", "Session", "SessionClosed", "UserError"]
 
 
 def __getattr__(name: str) -> Any:

@@ -42,7 +42,8 @@ class Rows(NamedTuple):
 class Sampling(NamedTuple):
     """What tokens are drawn from: logits / temperature, cut to the top-k, then to the top-p.
 
-    n is the number of requests, in `sample` that of rows.
+    n is the number of requests, in `sample` that of rows. `sample` and the verify ops need all
+    fields, other ops the first two.
 
     Attributes:
         temperature: float32 [n]; below 1e-6 = greedy.

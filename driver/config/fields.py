@@ -97,7 +97,8 @@ def split_word(word: str, example: str) -> tuple[str, str]:
     """Splits `key=value`; anything else is an error."""
     key, equals, text = word.partition("=")
     if not equals or not key:
-        raise UserError(f"{word!r}: must be key=value, for example {example}=...")
+        hint = "; --help lists the keys" if word.startswith("-") else ""
+        raise UserError(f"{word!r}: must be key=value, for example {example}=...{hint}")
     return key, text
 
 

@@ -77,7 +77,7 @@ class IdentityOptions(Section):
     batch: int = setting(8, "requests that run at once", low=1)
     max_new_tokens: int = setting(64, "longest response in tokens", low=1)
     task: str = setting("", "task of the prompts; empty: sums for tiny, questions for others")
-    path: str = setting("", "task jsonl: the file")
+    path: str = setting("", "task jsonl: the file, or its folder")
     drafter: str = setting(
         "trained",
         "the drafter's weights: trained for train_steps, random, or all NaN",

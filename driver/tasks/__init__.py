@@ -39,4 +39,5 @@ def make_task(name: str, **options: Any) -> Task:
 def check_task_name(name: str) -> None:
     """Rejects a name that `make_task` would reject, without importing a task."""
     if name not in TASKS and ":" not in name:
-        raise UserError(f"task.name={name}: unknown task; {nearest(name, TASKS)}")
+        hint = nearest(name, [*TASKS, "a class of yours, FILE.py:Class"])
+        raise UserError(f"task.name={name}: unknown task; {hint}")

@@ -55,6 +55,7 @@ def root(tmp_path):
         (["model.path=/no/such/folder", "preset=tiny"], "/no/such/folder: no such folder"),
         (["model.path=/some/model"], "would train it for 320 steps at a learning rate of 0.003"),
         (["task.name=sum"], "task.name=sum: unknown task; did you mean sums?"),
+        (["task.name=gsm8k"], "reasoning_gym, a class of yours, FILE.py:Class"),
         (["run.root=~nobody-of-this-name/x"], "~nobody-of-this-name/x: unknown home directory"),
         (["preset=tinny"], "preset=tinny: unknown; did you mean tiny?"),
         (["run.steps"], "'run.steps': must be key=value"),

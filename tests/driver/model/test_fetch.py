@@ -47,6 +47,11 @@ def test_a_path_that_is_no_folder_is_named_with_the_remedy(model, tmp_path):
         resolve_model(str(weights_file))
     with pytest.raises(UserError, match=r"model.path=.*q4.gguf: GGUF is not supported; save "):
         resolve_model(str(tmp_path / "q4.gguf"))
+    with pytest.raises(UserError, match=r"model.path=.*: has no config.json; name a model's"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="has no config.json; it is a LoRA adapter; merge it"):
+        resolve_model(str(tmp_path))
 
 
 def test_a_run_s_folder_names_its_checkpoints(tmp_path):

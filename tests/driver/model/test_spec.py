@@ -179,7 +179,7 @@ def test_the_context_of_llama3_scaling_is_that_of_transformers(outside, inside, 
     ("config", "match"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; there are Ll"),
-        ({"architectures": None}, "architecture not named is not supported"),
+        ({"architectures": None}, "architectures: empty; name one of Llama"),
         (
             {"tie_word_embeddings": "false"},
             "tie_word_embeddings: wanted true or false, got 'false'",

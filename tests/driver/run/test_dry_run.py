@@ -83,6 +83,16 @@ def test_the_presets_of_models_that_people_train_fit_their_card(
         dry_run.dry_run([*words, *other], lambda line: None)
 
 
+def test_the_peak_without_checkpointing_is_of_the_run_that_is_recommended(seven_b):
+    """With its own choice for `auto`: that run frees the KV cache in the update, this one not."""
+    lines = []
+    dry_run.dry_run(["preset=7b", seven_b, "memory_gb=141"], lines.append)
+    assert lines[-2:-1] == ["faster, and fits 141 GB:"]
+    assert lines[-1].endswith("grpo.checkpointing=false")
+    (line,) = [line for line in lines if "with grpo.checkpointing=false: peak" in line]
+    assert float(line.split()[-1]) < 141
+
+
 def test_a_run_is_refused_with_the_same_numbers_before_it_takes_anything(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "use_device", lambda device: None)
     monkeypatch.setattr(dry_run, "memory_gb", lambda device: 0.25)
