@@ -1,7 +1,6 @@
 """Rollouts of TRL's `GRPOTrainer`, for its argument `rollout_func`."""
 
 import gc
-import itertools
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -90,6 +89,13 @@ class TltRollout:
         if images is not None:
             raise UserError("TltRollout: the prompts have images; the engine generates text only")
         session = self._synced(trainer)
+        longest = max(map(len, prompt_ids)) + trainer.max_completion_length
+        if longest > (room := session.rollout.target.spec.max_position):
+            raise UserError(
+                f"TltRollout: a prompt with max_completion_length={trainer.max_completion_length}"
+                f" has {longest} tokens, at most {room} fit; lower it, shorten the prompt, raise"
+                " max_len, or use a model with a longer context"
+            )
         params = SamplingParams(
             trainer.temperature,
             trainer.top_k or 0,
@@ -129,9 +135,8 @@ class TltRollout:
         policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         # Torch counts changes in place, so a checkpoint that was loaded is seen, too. It does not
         # count writes to `Tensor.data`, with which averaged weights are put in for an evaluation.
-        tensors = itertools.chain(policy.parameters(), policy.buffers())
-        versions = (tensor._version for tensor in tensors)
-        state = _phase(trainer), trainer.state.global_step, *versions
+        weights, step = policy.state_dict(), trainer.state.global_step
+        state = _phase(trainer), step, *(weight._version for weight in weights.values())
         if self._trainer is None or self._trainer() is not trainer:  # it has settings of its own
             self.close()
         if self.session is None:
@@ -151,7 +156,7 @@ class TltRollout:
                 settings=[*words, *self.settings],
             )
         elif state != self._state:
-            self.session.update_weights(policy.state_dict(), version=trainer.state.global_step)
+            self.session.update_weights(weights, version=step)
             self.updates += 1
         self._trainer, self._state = weakref.ref(trainer), state
         return self.session
@@ -176,8 +181,7 @@ class TltRollout:
 def check_trainer(trainer: Trainer) -> None:
     """Raises UserError for a setting of the trainer that would be ignored."""
     args = trainer.args
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    own = model.generation_config
+    policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     refused = {
         "max_completion_length=None": trainer.max_completion_length is None,
         f"min_p={trainer.min_p}": trainer.min_p,
@@ -194,7 +198,7 @@ def check_trainer(trainer: Trainer) -> None:
         "DeepSpeed": trainer.is_deepspeed_enabled,
     }
     for name, neutral in DECODING.items():
-        value = getattr(own, name, None)
+        value = getattr(policy.generation_config, name, None)
         refused[f"{name}={value} of the model's generation_config"] = value not in (None, neutral)
     for name, used in refused.items():
         if used:

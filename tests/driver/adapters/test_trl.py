@@ -364,6 +364,14 @@ def test_settings_that_the_engine_lacks_are_refused(tmp_path, rollout, changes):
         TltRollout(settings="run.seed=1")
 
 
+def test_a_completion_without_room_is_refused(tmp_path, rollout):
+    rollout.max_len = 16
+    train(tmp_path, rollout, max_steps=1, max_completion_length=11)
+    rollout.close()
+    with pytest.raises(UserError, match="max_completion_length=12 has 17 tokens, at most 16 fit"):
+        train(tmp_path, rollout, max_steps=1)
+
+
 @pytest.mark.parametrize("name, value", [("suppress_tokens", [5]), ("no_repeat_ngram_size", 2)])
 def test_settings_of_the_models_generation_that_the_engine_lacks_are_refused(
     tmp_path, rollout, name, value
