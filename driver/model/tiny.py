@@ -43,7 +43,9 @@ def build_policy(shape: ModelConfig, seed: int) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = LlamaForCausalLM(_config(shape))
-    return model.to(DTYPES[shape.dtype])
+    for parameter in model.parameters():  # not the frequencies of RoPE, as in a loaded model
+        parameter.data = parameter.data.to(DTYPES[shape.dtype])
+    return model
 
 
 def spec(shape: ModelConfig) -> ModelSpec:

@@ -1,5 +1,7 @@
 """The tiny policy: tokenizer, model folder, warm-up."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -7,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.config.sections import ModelConfig, WarmupConfig
+from driver.model.checkpoint import load_model
 from driver.model.prompts import PromptEncoder
 from driver.model.tiny import CHARACTERS, VOCABULARY, build_policy, build_tokenizer
 from driver.policy.warmup import cross_entropy, demonstration, demonstrations, warm_up
@@ -63,6 +66,18 @@ def test_folder_loads_in_transformers(tmp_path, tokenizer):
     text = "57+7*2=64+7*1=71"
     assert loaded_tokenizer.encode(text) == tokenizer.encode(text)
     assert loaded_tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_policy_in_half_precision_computes_as_when_it_is_loaded(tmp_path):
+    """A resumed run loads it, and its updates must have the bits of an unbroken run."""
+    made = build_policy(replace(SHAPE, dtype="bfloat16"), seed=0)
+    made.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, torch.bfloat16)
+    for kind in ("named_parameters", "named_buffers"):
+        wanted, got = (dict(getattr(model, kind)()) for model in (made, loaded))
+        assert wanted.keys() == got.keys()
+        for name, value in wanted.items():
+            assert value.dtype == got[name].dtype and torch.equal(value, got[name]), name
 
 
 def test_preset_fits_the_kernels_and_the_longest_demonstration(tokenizer):
