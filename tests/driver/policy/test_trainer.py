@@ -1,6 +1,7 @@
 """The policy trainer on tiny random models, against padded batches and its own resume."""
 
 import copy
+import itertools
 import math
 import warnings
 from dataclasses import dataclass, fields, replace
@@ -277,10 +278,11 @@ def test_all_responses_take_part_where_they_add_something(options):
     assert {*taken} == {*range(8)}
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_ratio_is_exactly_one_at_the_first_update_fault_43(temperature):
+@pytest.mark.parametrize("temperatures", [(0.6, 0.6), (1.0, 1.0), (1.7, 1.7), (0.6, 1.7)])
+def test_ratio_is_exactly_one_at_the_first_update_fault_43(temperatures):
     model = make_model()
-    responses = make_responses(model, temperature=temperature)
+    some = [make_responses(model, temperature=each) for each in temperatures]
+    responses = [some[i % 2][i] for i in range(8)]
     _, metrics = update_gradients(model, responses, REWARDS, Cfg(micro_batch_tokens=60))
     assert metrics["actor/ppo_kl"] == 0.0
     assert metrics["actor/pg_clipfrac"] == 0.0
@@ -748,23 +750,24 @@ def test_a_gradient_that_is_not_finite_skips_the_update():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resume_continues_bit_for_bit(dtype, tmp_path):
     model = make_model(dtype)
-    steps = [make_responses(model, seed=s) for s in (1, 2)]
-    unbroken = PolicyTrainer(copy.deepcopy(model), Cfg(warmup_steps=3))
-    broken = PolicyTrainer(copy.deepcopy(model), Cfg(warmup_steps=3))
+    *steps, last_step = [make_responses(model, seed=s) for s in (1, 2, 3)]
+    cfg = Cfg(warmup_steps=4, minibatches=2)
+    unbroken = PolicyTrainer(copy.deepcopy(model), cfg)
+    broken = PolicyTrainer(copy.deepcopy(model), cfg)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "sampling_logp_difference")
-        unbroken.update(steps[0], REWARDS)
-        broken.update(steps[0], REWARDS)
+        for trainer, step in itertools.product((unbroken, broken), steps):
+            trainer.update(step, REWARDS)
         torch.save((broken.state_dict(), broken.tensors()), tmp_path / "trainer.pt")
-        resumed = PolicyTrainer(copy.deepcopy(model), Cfg(warmup_steps=3))
+        resumed = PolicyTrainer(copy.deepcopy(model), cfg)
         state, saved = torch.load(tmp_path / "trainer.pt")
         resumed.load_state_dict(state)
         own = resumed.tensors()
         for kind, parts in saved.items():
             for name, part in parts.items():
                 own[kind][name].copy_(part)
-        last = [t.update(steps[1], REWARDS)["actor/lr"] for t in (unbroken, resumed)]
-    assert last == [pytest.approx(1e-3 * 2 / 3)] * 2
+        last = [t.update(last_step, REWARDS)["actor/lr"] for t in (unbroken, resumed)]
+    assert last == [pytest.approx(1e-3 * 3 / 4)] * 2
     for a, b in zip(unbroken.params, resumed.params, strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b)
 

@@ -93,8 +93,9 @@ def test_the_youngest_is_preempted_and_recomputed():
     made.prefixes.release_unused()
     young.tokens += [7, 8, 9]
     young.context_len += 3
+    young.draft_len = young.context_len - 1
     assert made._preempt() is young
-    assert young.context_len == 0 and young.pages == []
+    assert young.context_len == young.draft_len == 0 and young.pages == []
     admission = made.admit()
     assert [job.pages for job in admission.recompute] == [young.pages]
     assert len(young.pages) == pages_for(len(young.tokens), 4)

@@ -29,14 +29,15 @@ def test_rows_hold_their_requests_and_the_rest_is_inert(device):
     made = state(device)
     first, second = running(1), running(2, length=9, stop_ids=())
     second.draft_len = 5
-    made.fill([running(3), first, running(4), second])
-    made.store.clear()
+    gone = running(3)
+    made.fill([gone, first, running(4), second])
+    made.store.release(gone, keep=False)
     assert len(made.fill([first, second])) == 2
     rows = made.rows(4)
     assert made.running == [second, first]  # the second fills the gap; the first keeps its row
     assert rows.slot.tolist() == rows.store_row.tolist()[:2] + [-1, -1] == [3, 1, -1, -1]
     assert rows.store_row.tolist()[2:] == [4, 4]
-    assert rows.group_slots[:, :2].tolist() == [[3, -1], [1, 2], [-1, -1], [-1, -1]]
+    assert rows.group_slots[:, :3].tolist() == [[3, -1, -1], [1, 2, -1], [-1] * 3, [-1] * 3]
     assert made.store.tokens[3, :10].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0]
     assert rows.context_len.tolist() == [8, 5, 0, 0]
     assert rows.last_token.tolist() == [8, 5, 0, 0]
@@ -46,6 +47,7 @@ def test_rows_hold_their_requests_and_the_rest_is_inert(device):
     assert rows.request.tolist()[:2] == [2**61 + 2, 2**61 + 1]
     assert rows.temperature.tolist() == [2.5, 1.5, 1.0, 1.0]
     assert rows.top_k.tolist()[:2] == [2, 1]
+    assert rows.top_p.tolist() == pytest.approx([0.9, 0.9, 1.0, 1.0])
     assert rows.stop_ids[:, :3].tolist() == [[-1] * 3, [3, 5, -1], [-1] * 3, [-1] * 3]
     assert rows.block_table[:, :4].tolist() == [
         [20, 21, 22, -1], [10, 11, -1, -1], [-1] * 4, [-1] * 4,

@@ -1,5 +1,6 @@
 """The update that begins during the rollout: the same gradients, or none of them."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from driver.policy.trainer import PolicyTrainer
 from driver.run.start import start_run
 from driver.run.tail_update import TailUpdate
 from tests import kit
-from tests.driver.policy.test_trainer import Cfg, make_model, make_responses
+from tests.driver.policy.test_trainer import REWARDS, Cfg, make_model, make_responses
 from tests.driver.run.test_collector import with_device
 from tests.driver.run.test_run import WORDS
 
@@ -187,6 +188,17 @@ def test_groups_in_the_order_in_which_they_end_are_not_used(start, after, monkey
     found = make_steps(start(TAIL, *SPECULATION["few places"]))
     assert_same(found, after)
     assert any(done) and hidden(found) == [0.0] * STEPS
+
+
+def test_sums_for_other_advantages_are_not_used():
+    model, cfg = make_model(), Cfg(micro_batch_tokens=30)
+    responses = make_responses(model)
+    trainer, plain = (PolicyTrainer(copy.deepcopy(model), cfg) for _ in range(2))
+    early = EarlyGradients(trainer)
+    assert early.advance(responses, [1.0 - reward for reward in REWARDS], [True] * 8)
+    trainer.update(responses, REWARDS, ahead=early.take())
+    plain.update(responses, REWARDS)
+    assert all(map(torch.equal, trainer.params, plain.params))
 
 
 def test_a_group_is_final_once_all_others_are_longer(start):
