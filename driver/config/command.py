@@ -12,6 +12,11 @@ from typing import NoReturn
 from ..common.errors import UserError
 from ..common.stop import SIGNALS, Stopped
 
+REMEDIES = {  # of errors that any path from the user may cause
+    errno.ENAMETOOLONG: "choose a shorter one",
+    errno.EACCES: "change its permissions or choose another one",
+}
+
 
 def run_command(command: Callable[[Sequence[str]], None]) -> None:
     """Runs `command(argv)`; a UserError is one line on stderr and exit code 2.
@@ -35,9 +40,10 @@ def run_command(command: Callable[[Sequence[str]], None]) -> None:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(UserError.exit_code)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno not in REMEDIES or error.filename is None:
             raise
-        sys.stderr.write(f"error: {error.filename}: {error.strerror}; choose a shorter one\n")
+        remedy = REMEDIES[error.errno]
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}; {remedy}\n")
         sys.exit(UserError.exit_code)
     except KeyboardInterrupt as error:
         ended = Stopped.by(error)

@@ -126,7 +126,8 @@ def _declared_type(types: Mapping[str, Any], key: str) -> Any:
 def _read_preset(preset: str) -> dict[str, str]:
     """Dotted key -> text of a preset file, as on the command line."""
     if not _is_file(preset) and preset not in preset_names():
-        raise UserError(f"preset={preset}: unknown; {nearest(preset, preset_names())}")
+        hint = nearest(preset, [*preset_names(), "a FILE.yaml"])
+        raise UserError(f"preset={preset}: unknown; {hint}")
     source = Path(preset) if _is_file(preset) else PRESETS / f"{preset}.yaml"
     try:
         tree = yaml.load(source.read_text(encoding="utf-8"), _Loader) or {}  # a safe loader

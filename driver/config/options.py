@@ -5,6 +5,7 @@ The docstring of each class is the description of its command.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 
 from ..common.errors import UserError
 from .fields import Section, read_options, setting
@@ -146,4 +147,7 @@ def read_dry_run(argv: Sequence[str]) -> tuple[DryRunOptions, list[str], Config]
     own = {item.name for item in fields(DryRunOptions)}
     mine = [word for word in argv if word.partition("=")[0] in own]
     rest = [word for word in argv if word not in (DRY_RUN, *mine)]
+    for key in (word.partition("=")[0] for word in rest):
+        if "." not in key and (near := get_close_matches(key, own, n=1)):
+            raise UserError(f"{key}: unknown key; did you mean {near[0]}?")
     return read_options(DryRunOptions, mine), rest, load_config(rest)

@@ -1,5 +1,6 @@
 """Bad input to the commands: one line with thing and remedy, exit code 2, nothing left."""
 
+import errno
 import json
 import signal
 import sys
@@ -39,6 +40,14 @@ def test_a_signal_has_an_exit_code_of_its_own(capsys, monkeypatch, sent):
         for number, handler in before.items():
             signal.signal(number, handler)
     assert (stop.value.code, capsys.readouterr().err) == (128 + sent, "stopped\n")
+
+
+def test_a_path_without_permission_is_one_line(capsys, monkeypatch):
+    def command(argv):  # root may read everything
+        raise PermissionError(errno.EACCES, "Permission denied", "/models/mine")
+
+    line = fails(capsys, monkeypatch, command)
+    assert line.startswith("error: /models/mine: Permission denied; change its permissions")
 
 
 @pytest.fixture

@@ -187,6 +187,7 @@ def test_keys_of_an_earlier_version_are_named_and_ignored(tmp_path):
         ),
         (["grpo.samples_per_prompt=1"], r"^grpo.samples_per_prompt: .* since grpo .*reinforce$"),
         (["preset=tiyn"], r"^preset=tiyn: unknown; did you mean tiny\?$"),
+        (["preset=mine.json"], r"^preset=mine.json: unknown; .* smollm2, tiny, a FILE.yaml$"),
         (["preset=/nowhere/x.yaml"], r"^preset=/nowhere/x.yaml: cannot be read"),
     ],
 )

@@ -36,6 +36,7 @@ def test_options_keep_text_as_it_is():
     [
         ("train", ["run.stesp=3"], "run.stesp: unknown key"),
         ("train", ["--dry-run", "ranks=-1"], "ranks: must be at least 1"),
+        ("train", ["--dry-run", "memory=80"], r"memory: unknown key; did you mean memory_gb\?"),
         ("warm", ["ranks=1"], "ranks: unknown key"),
         ("identity", ["token=1"], "token: unknown key; did you mean tokens"),
     ],
