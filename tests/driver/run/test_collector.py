@@ -116,3 +116,18 @@ def test_a_reward_that_fails_beside_passes_names_its_sample(start, monkeypatch):
         run.collector.gather(0)
     step = run.collector.gather(1)  # nothing is left in flight
     assert len(step.rewards) == each * run.config.grpo.prompts_per_step
+
+
+def test_each_evaluation_makes_the_same_requests(start, monkeypatch):
+    run, made = start("engine.strategies=off"), []
+    roll_out = run.session.roll_out
+
+    def noted(requests, **rest):
+        made.append(requests)
+        return roll_out(requests, **rest)
+
+    monkeypatch.setattr(run.session, "roll_out", noted)
+    first = run.collector.evaluate(4)
+    run.collector.gather(0)
+    assert run.collector.evaluate(4) == first  # the policy is the same
+    assert len(made) == 3 and made[0] == made[2]
