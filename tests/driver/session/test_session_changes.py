@@ -10,7 +10,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from driver.common.errors import UserError
 from tests.driver.poison import poison
-from tests.driver.rollout.test_engine import STRATEGIES, Choose, same
+from tests.driver.rollout.test_engine import STRATEGIES, Choose, observer, same
 from tests.driver.session.test_session import (
     WAIT_S,
     endless,
@@ -44,6 +44,15 @@ def test_sleep_frees_the_memory_and_unfinished_requests_go_on(session, monkeypat
     session.engine.bandit = Choose("off")
     late = late.result(WAIT_S)
     assert same(session.generate(late.request), [late])
+
+
+def test_contents_lost_before_a_rollout_are_not_computed_in_it(session):
+    session.sleep()
+    session.wake()
+    lost = []
+    note = observer(on_pass=lambda *_: lost.append(session._inbox.kv_lost))
+    session.roll_out(jobs(2), observer=note)
+    assert lost and not any(lost)
 
 
 def test_new_weights_take_effect_between_two_passes(session, policy):
