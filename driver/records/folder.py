@@ -21,7 +21,7 @@ from . import checkpoint as run_checkpoint
 from .checkpoint import Checkpoint
 
 # Sections and settings that a resumed run may change. They affect speed, memory and the handling of
-# failures, but not tokens.
+# failures. Micro-batches, shards, ranks, threads and the device also change an update's last bits.
 _FREE = {
     "bandit",
     "engine",
