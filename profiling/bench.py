@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.options and not hasattr(module, "OPTIONS"):
         parser.error(f"{args.name} does not take {' '.join(args.options)}")
     if needs_cuda(module, args.only) and not torch.cuda.is_available():
-        say("profiling.bench: no CUDA device")
+        say(f"profiling.bench: {args.name} needs a CUDA device; `profiling.bench cpu` needs none")
         return 1
     flags = ["--quick"] * args.quick + (["--only", args.only] if args.only else [])
     flags += [word for setting in args.set for word in ("--set", setting)]

@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         files = " and ".join(differs)
         sys.stderr.write(f"{files}: tables differ: run python -m profiling.rig.tables\n")
         return 1
-    sys.stdout.write(f"written: {', '.join(differs) or 'nothing to change'}\n")
+    sys.stdout.write(f"written: {', '.join(differs)}\n" if differs else "nothing to change\n")
     return 0
 
 
