@@ -654,10 +654,33 @@ def test_kl_is_either_in_the_loss_or_in_the_reward():
 def test_dapo_punishes_overlong_responses_before_the_advantage():
     model = make_model()
     responses = make_responses(model)[:4]  # the last is cut at the limit
+    responses[3] = replace(responses[3], tools=[(2, LIMIT - 1)])  # whose answers count, too
     trainer = PolicyTrainer(model, Cfg(advantage="dapo"))
     raw = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
     assert trainer._shaped_rewards(responses, raw, LIMIT).tolist() == [1.0, 0.0, 1.0, 0.0]
     assert raw.tolist() == [1.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore:100% of the groups")
+def test_weight_decay_shrinks_matrices_and_nothing_else():
+    model = make_model(family="qwen2")  # with biases
+    wanted = [p.detach() * (0.95 if p.dim() > 1 else 1.0) for p in model.parameters()]
+    trainer = PolicyTrainer(model, Cfg(weight_decay=0.5, lr=0.1))
+    trainer.update(make_responses(model), [1.0] * 8)  # no gradient
+    assert_close(trainer.params, wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stated", "used"), [("dapo", 0.0, 0.28), ("dapo", 0.1, 0.1), ("grpo", 0.0, 0.2)]
+)
+def test_the_upper_clip_is_the_estimator_s_unless_it_is_stated(kind, stated, used):
+    """With old log-probs far below, the loss of a good response is its clipped one."""
+    model = make_model()
+    (batch,) = PolicyTrainer(model, Cfg())._micro_batches(make_responses(model)[:1], [0])
+    batch = replace(batch, old_logprobs=batch.rollout_logprobs - 1.0)
+    trainer = PolicyTrainer(model, Cfg(advantage=kind, clip_high=stated))
+    _, (share,) = trainer.backward([batch], torch.ones(1))
+    assert float(share.pg_loss / share.tokens) == pytest.approx(-math.exp(-1.0) * (1 + used))
 
 
 # -- warnings

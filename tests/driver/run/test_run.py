@@ -175,7 +175,8 @@ def test_a_finished_run_resumed_keeps_its_records_and_figures(unbroken, capsys):
     folder = unbroken.folder.path
     charts = (folder / "report.html").read_text(encoding="utf-8").count("<figure")
     before = history(folder)
-    run(folder.parent, "whole", "run.steps=5", "run.resume=true")
+    resumed = run(folder.parent, "whole", "run.steps=5", "run.resume=true")
+    assert resumed.rollout.engine.target_version == resumed.version == 5
     shown = " ".join(capsys.readouterr().out.split())
     assert "has made 5 steps, and run.steps=5: nothing is left to do; raise it" in shown
     assert history(folder) == before

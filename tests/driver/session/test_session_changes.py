@@ -1,5 +1,7 @@
 """A session sleeps, gets new weights, and outlives an error of the engine."""
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from driver.common.errors import UserError
+from driver.rollout.pages import PagePool
+from driver.rollout.scheduler import Scheduler
+from driver.session.inbox import Inbox
 from tests.driver.poison import poison
 from tests.driver.rollout.test_engine import STRATEGIES, Choose, observer, same
 from tests.driver.session.test_session import (
@@ -44,6 +49,30 @@ def test_sleep_frees_the_memory_and_unfinished_requests_go_on(session, monkeypat
     session.engine.bandit = Choose("off")
     late = late.result(WAIT_S)
     assert same(session.generate(late.request), [late])
+
+
+def test_finished_requests_are_reported_before_a_change():
+    """Their features are those of the old policy, and sleep frees them."""
+    inbox, reported, seen = Inbox(threading.Lock(), 97), [], []
+    made = Scheduler(PagePool(64), 4, 8, 256, on_release=reported.append)
+    (state,) = made.add(jobs(1))
+    made.admit()
+    state.finish = "stop"
+    made.retire()
+    assert not reported
+
+    def change():
+        with inbox.between_bursts():
+            seen.extend(reported)
+
+    with inbox.engine:  # as the thread of a rollout
+        other = threading.Thread(target=change)
+        other.start()
+        while not inbox.due(made):
+            time.sleep(1e-3)
+        inbox.exchange(made)
+    other.join()
+    assert seen == [state]
 
 
 def test_contents_lost_before_a_rollout_are_not_computed_in_it(session):
