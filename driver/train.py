@@ -94,7 +94,8 @@ def run_steps(run: Run, progress: Progress) -> None:
                 run.evaluate()
         except Exception:
             if run.world.size == 1:  # the step is saved, so it needs its record
-                run.log(metrics, step)
+                with after_error():
+                    run.log(metrics, step)
             raise
         run.log(metrics, step)
         progress.step(run.step, run.last_metrics)
