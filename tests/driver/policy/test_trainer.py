@@ -592,11 +592,14 @@ def test_kl_in_the_loss_pulls_towards_the_reference():
     assert 0 < kls[-1] < 0.7 * kls[0]
 
 
-def test_kl_in_the_reward_changes_advantages_and_not_the_reward_metric():
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kl_in_the_reward_changes_advantages_and_not_the_reward_metric(ranks):
+    """Parts of all ranks are added up; here each has the same part."""
     model, reference = make_model(), make_model(seed=5)
     responses = make_responses(model)
     cfg = Cfg(kl_coef=0.1, kl_in="reward", advantage="reinforce")
     trainer = PolicyTrainer(copy.deepcopy(model), cfg, lambda: reference)
+    trainer.world.gather = lambda part: [part] * ranks
     seen = {}
     train = trainer._train
     trainer._train = lambda batches, advantages, *rest: (
@@ -608,7 +611,7 @@ def test_kl_in_the_reward_changes_advantages_and_not_the_reward_metric():
             (plain_logprobs(model, r) - plain_logprobs(reference, r)).sum().item()
             for r in responses
         ]
-    shaped = torch.tensor([r - 0.1 * k for r, k in zip(REWARDS, k1, strict=True)])
+    shaped = torch.tensor([r - 0.1 * ranks * k for r, k in zip(REWARDS, k1, strict=True)])
     assert_close(seen["advantages"], shaped - shaped.mean(), rtol=1e-4, atol=1e-4)
     assert metrics["critic/rewards/mean"] == pytest.approx(3.5 / 8)
 
