@@ -177,7 +177,7 @@ class Collector(RolloutObserver):
         self.world.enter("reward")
         with self.phases("reward"):
             own = [groups[response.request.group] for response in responses]
-            rewards = [] if self.stop.name else self.rewards(own, responses, submitted=True)
+            rewards = [] if self.stop.name else self.rewards(own, responses)
         seconds = time.perf_counter() - began
         if self.coordinator is not None:
             with self.phases("update_drafter"):
@@ -280,12 +280,10 @@ class Collector(RolloutObserver):
         decode: Any = self.encoder.tokenizer.decode
         return decode(ids[:-1] if finished else ids, skip_special_tokens=False)
 
-    def rewards(
-        self, prompts: Sequence[Prompt], responses: Sequence[Response], submitted: bool = False
-    ) -> list[float]:
-        """One reward for each response, in order; the rollout may have `submitted` some already."""
+    def rewards(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[float]:
+        """One reward for each response, in order; the workers may have some responses already."""
         for place, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            if not (submitted and place in self._submitted):
+            if place not in self._submitted:
                 finished = response.finish == "stop"
                 self.workers.submit(place, prompt, self.text(response), finished)
         return self.workers.collect(len(responses))
@@ -300,6 +298,7 @@ class Collector(RolloutObserver):
             Request(request_id("eval", 0, p.id, 0), i, self.encode(p), self.session.params)
             for i, p in zip(mine, prompts, strict=True)
         ]
+        self._submitted.clear()  # of the rollout before
         responses: list[Response] = []
         if requests:
             with answering(self.tools, dict(zip(mine, prompts, strict=True))) as on_end:

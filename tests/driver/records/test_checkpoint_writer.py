@@ -172,6 +172,15 @@ def test_tied_weights_stay_one_and_room_is_kept():
     assert held_bytes(copies.room) == 4 * (8 + 4)
 
 
+@pytest.mark.parametrize("card", [False, True])
+def test_memory_for_copies_of_a_card_is_pinned_with_threads(card, monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", made.append)
+    HostCopies()
+    assert [memory.PINNED in settings for settings in made] == [True] * card
+
+
 @gpu
 @needs_gpu
 def test_a_copy_of_a_card_is_in_the_order_of_its_stream():

@@ -119,7 +119,7 @@ def test_a_reward_that_fails_beside_passes_names_its_sample(start, monkeypatch):
 
 
 def test_each_evaluation_makes_the_same_requests(start, monkeypatch):
-    run, made = start("engine.strategies=off"), []
+    run, made = with_device(start("engine.strategies=off")), []
     roll_out = run.session.roll_out
 
     def noted(requests, **rest):
@@ -129,5 +129,7 @@ def test_each_evaluation_makes_the_same_requests(start, monkeypatch):
     monkeypatch.setattr(run.session, "roll_out", noted)
     first = run.collector.evaluate(4)
     run.collector.gather(0)
+    assert run.collector._submitted  # places of this rollout
     assert run.collector.evaluate(4) == first  # the policy is the same
+    assert not run.collector._submitted  # or its responses at these places would not be scored
     assert len(made) == 3 and made[0] == made[2]

@@ -254,7 +254,7 @@ def test_peak_of_a_card_is_within_a_tenth(shape, freed, offload, tmp_path, monke
     They earn nothing, and equal rewards would leave the update out.
     """
 
-    def rewards(self, prompts, responses, submitted=False):
+    def rewards(self, prompts, responses):
         return [index % 7 / 7 for index in range(len(responses))]
 
     monkeypatch.setattr(Collector, "rewards", rewards)

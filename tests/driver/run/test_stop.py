@@ -157,7 +157,7 @@ def test_an_error_in_a_later_step_saves_what_was_learned(tmp_path, monkeypatch, 
     monkeypatch.setattr(
         Collector,
         "rewards",
-        lambda self, prompts, responses, submitted=False: (
+        lambda self, prompts, responses: (
             [collect(self.workers, 0)] and [len(r.token_ids) / 10.0 for r in responses]
         ),
     )
