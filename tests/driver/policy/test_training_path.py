@@ -235,7 +235,7 @@ def test_cut_responses_do_not_make_a_group_mixed_fault_42(start, monkeypatch):
     monkeypatch.setattr(
         Collector,
         "rewards",
-        lambda self, p, responses, submitted: [float(r.finish == "stop") for r in responses],
+        lambda self, p, responses: [float(r.finish == "stop") for r in responses],
     )
     for truncated, learned in (("train", True), ("mask", False)):
         run = start(
@@ -268,9 +268,7 @@ def test_single_outliers_and_equal_groups_are_finite_faults_46_and_48(start):
 
 
 def test_where_no_group_qualifies_a_step_ends_without_an_update_fault_49(start, monkeypatch):
-    monkeypatch.setattr(
-        Collector, "rewards", lambda self, p, responses, submitted: [1.0] * len(responses)
-    )
+    monkeypatch.setattr(Collector, "rewards", lambda self, p, responses: [1.0] * len(responses))
     run = start("grpo.max_refills=2")
     before = [p.detach().clone() for p in run.policy.parameters()]
     with pytest.warns(UserWarning) as caught:

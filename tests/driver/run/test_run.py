@@ -75,7 +75,7 @@ main(sys.argv[1:])
 """
 
 
-def share_of_ones(self, prompts, responses, submitted=False):
+def share_of_ones(self, prompts, responses):
     """Rewards that differ within every group: a model this small gets no sum right, and without a
     gradient a run that restores nothing looks like one that restores all."""
     texts = [self.text(response) for response in responses]
@@ -485,7 +485,7 @@ def test_dynamic_sampling_replaces_equal_groups_and_resumes(tmp_path):
     """Groups of the first prompt of each draw are made equal; they are drawn again and not learned
     from, and the next step goes on behind all the prompts that were drawn."""
 
-    def often_equal(self, prompts, responses, submitted=False):
+    def often_equal(self, prompts, responses):
         rewards = share_of_ones(self, prompts, responses)
         return [r * (p != prompts[0]) for p, r in zip(prompts, rewards, strict=True)]
 

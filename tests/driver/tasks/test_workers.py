@@ -147,6 +147,7 @@ def test_an_evaluation_is_scored_the_same_way(count):
 
     collector = Collector.__new__(Collector)
     collector.task, collector.text = Moody(), lambda response: response.text
+    collector._submitted = set()
     collector.workers = RewardWorkers(Moody(), RewardConfig(workers=count, on_error="zero"))
     prompts = [Prompt(f"moody/eval/{i}", "", str(i % 2)) for i in range(3) for _ in range(2)]
     texts = ["a", "bb", "raise", "c", "d", "ee"]
