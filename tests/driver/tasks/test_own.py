@@ -47,6 +47,12 @@ class Broken:
 """
 
 
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    """Workers that a later test starts must not find the `json.py` of this file."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
 def test_a_task_has_the_name_of_its_module(parts):
     assert make_task(f"{parts}:Words").name == parts.stem
     assert make_task("profiling.benches.big:Scored").name == "big"
