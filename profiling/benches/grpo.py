@@ -20,9 +20,8 @@ from pathlib import Path
 from driver.common.memory import CARD_MEMORY
 from driver.config.load import load_config
 from driver.run.dry_run import run_shape, shape_folder
-from profiling.benches.tail import TARGET_CASE
 from profiling.rig.bench import Bench, say
-from profiling.rig.results import RESULTS, newest
+from profiling.rig.results import RESULTS, taken
 from profiling.rig.warm import warm_words
 from profiling.studies.grpo_arms import (
     OTHER_START,
@@ -93,15 +92,6 @@ def memory_of(run: ArmRun, folder: Path) -> dict[str, float]:
     return {"peak_gb": round(max(peaks), 3), "predicted_gb": round(parts.torch_peak / 1e9, 3)}
 
 
-def book_update(bench: Bench) -> None:
-    if row := newest("big", RESULTS).get("train 15b"):
-        bench.got["checkpoint_blocked_s"] = row["blocked_s"]
-    if row := newest("update", RESULTS).get("15b compiled"):
-        bench.got["update_mfu_15b"] = row["mfu"]
-    if row := newest("tail", RESULTS).get(TARGET_CASE):  # it is off in the preset
-        bench.got["update_hidden_share"] = row["hidden_share"]
-
-
 def merge(
     bench: Bench,
     runs: list[ArmRun],
@@ -121,7 +111,7 @@ def merge(
         median = statistics.median(t.total for t in run.times)
         found = {**found, **memory[run.arm, run.seed]}
         bench.add_row(case, 1e6 * median, **run.row(), **found)
-    book_update(bench)
+    bench.got |= {target: figure.value for target, figure in taken(RESULTS).items()}
     full = {run.seed: run for run in runs if run.arm == "full"}
     for trainer, target in TRAINERS.items():
         peers = [run for run in runs if run.arm == trainer and run.seed in full]

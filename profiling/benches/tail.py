@@ -21,13 +21,14 @@ from driver.run.run import Run
 from driver.run.start import start_run
 from driver.run.tail_update import TailUpdate
 from profiling.rig.bench import Bench, say
+from profiling.rig.results import TAKEN
 from profiling.rig.warm import make_warm_start
 from profiling.studies.grpo_runs import WARMED
 
 NEEDS_WARM_START = True
 IN_ALL = False
 CASES = "64x32768x98304,0x0x98304,64x16384x98304,0x0x65536,96x32768x98304"
-TARGET_CASE = "64x32768x98304"  # of `update_hidden_share`, which `bench grpo` writes
+TARGET_CASE = TAKEN["update_hidden_share"][1]
 QUICK_CASES = f"{TARGET_CASE},0x0x98304"
 OPTIONS = {"cases": "", "repeats": 4}  # steps of each case
 NO_LR = 1e-30  # a step of Adam with it rounds to nothing

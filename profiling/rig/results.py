@@ -22,6 +22,12 @@ RESULTS = ROOT / "results"
 TARGETS_CARD = "h200"  # the card that the targets are for
 Row = Mapping[str, Any]
 CPU = "cpu"  # the table, and the folder of results, that need no card
+# Target of `bench grpo` -> benchmark, case and field of the row that decides it.
+TAKEN = {
+    "checkpoint_blocked_s": ("big", "train 15b", "blocked_s"),
+    "update_mfu_15b": ("update", "15b compiled", "mfu"),
+    "update_hidden_share": ("tail", "64x32768x98304", "hidden_share"),  # off in the preset
+}
 
 
 def card_folder(card: str) -> str:
@@ -135,10 +141,21 @@ def known_targets(folder: Path = RESULTS) -> list[Target]:
     found = []
     for table, wanted_of in all_targets().items():
         measured = _newest(folder / CPU, table) | _newest(folder / TARGETS_CARD, table)
+        for name, figure in taken(folder).items() if table == "grpo" else ():
+            if name not in measured or figure.meta["date"] > measured[name].meta["date"]:
+                measured[name] = figure
         found += [
             Target(table, name, wanted, measured.get(name)) for name, wanted in wanted_of.items()
         ]
     return found
+
+
+def taken(folder: Path) -> dict[str, Figure]:
+    """The targets of `bench grpo` that rows of other benchmarks decide."""
+    rows = {target: newest(bench, folder).get(case) for target, (bench, case, _) in TAKEN.items()}
+    return {
+        target: Figure(row[TAKEN[target][2]], row["meta"]) for target, row in rows.items() if row
+    }
 
 
 def _newest(card: Path, table: str) -> dict[str, Figure]:

@@ -170,7 +170,8 @@ TABLES = {
 
 def provenance(targets: Sequence[Target]) -> list[str]:
     """A line for each result behind a table: card, driver, CUDA, torch, commit, date, command."""
-    lines = [f"* {t.table}: {_made_by(t.figure.meta)}" for t in targets if t.figure]
+    made = [(t.table, t.figure.meta) for t in targets if t.figure]
+    lines = [f"* {meta.get('bench', table)}: {_made_by(meta)}" for table, meta in made]
     return list(dict.fromkeys(lines))
 
 

@@ -14,7 +14,7 @@ from profiling.benches import grpo
 from profiling.peers import trl as trl_arm
 from profiling.rig import warm
 from profiling.rig.bench import Bench
-from profiling.rig.results import TARGETS_CARD, all_targets, joined, targets_of
+from profiling.rig.results import TARGETS_CARD, all_targets, joined, known_targets, targets_of
 from profiling.studies import grpo_runs
 from profiling.studies.grpo_arms import (
     ArmRun,
@@ -130,15 +130,28 @@ def test_figures_of_other_benchmarks_are_taken_over(monkeypatch, tmp_path):
     (tmp_path / TARGETS_CARD).mkdir()
     cases = {"update": {"case": "15b compiled", "mfu": 0.5}}
     cases["big"] = {"case": "train 15b", "blocked_s": 0.75}
-    cases["tail"] = {"case": grpo.TARGET_CASE, "hidden_share": 0.25}
+    cases["tail"] = {"case": "64x32768x98304", "hidden_share": 0.25}
     for name, row in cases.items():
         content = {"meta": {"date": "2026"}, "rows": [{"bench": name, **row}], "targets": []}
         (tmp_path / TARGETS_CARD / f"{name}.json").write_text(json.dumps(content))
     bench = Bench("grpo", math.nan)
-    grpo.book_update(bench)
+    grpo.merge(bench, [], {})
     taken = {"update_mfu_15b": 0.5, "checkpoint_blocked_s": 0.75, "update_hidden_share": 0.25}
     assert bench.got == taken
     assert set(bench.got) <= set(all_targets()["grpo"])
+
+
+@pytest.mark.parametrize(("date", "mfu"), [("2025", 0.6), ("2027", 0.5)])
+def test_a_newer_figure_of_another_benchmark_replaces_that_of_grpo(tmp_path, date, mfu):
+    """Without `bench grpo` after the other benchmark, whose row decides the target."""
+    (tmp_path / TARGETS_CARD).mkdir()
+    old = {"name": "update_mfu_15b", "wanted": {"at_least": 0.45}, "got": 0.5, "met": True}
+    row = {"bench": "update", "case": "15b compiled", "mfu": 0.6}
+    for name, when, rows, targets in (("grpo", date, [], [old]), ("update", "2026", [row], [])):
+        content = {"meta": {"date": when}, "rows": rows, "targets": targets}
+        (tmp_path / TARGETS_CARD / f"{name}.json").write_text(json.dumps(content))
+    got = {target.name: target.got for target in known_targets(tmp_path)}
+    assert got["update_mfu_15b"] == mfu and got["checkpoint_blocked_s"] is None
 
 
 @pytest.fixture(scope="module")
