@@ -16,6 +16,9 @@ from driver.config.strategy import KINDS
 from driver.model.tiny import build_policy
 from driver.tasks import TASKS
 from driver.tasks.own import OwnTask
+from profiling import bench
+from profiling.benches import cpu, peers
+from profiling.rig.bench import Bench
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = {
@@ -47,8 +50,17 @@ def commands(text):
     return [shlex.split(part, comments=True) for part in parts]
 
 
+def in_prose(text, start):
+    """The commands of the text's inline code that start so, as lists of words."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.S).replace("\\|", "|")
+    spans = re.findall(rf"`({start}[^`]*)`", prose)
+    return [shlex.split(" ".join(part.split())) for span in spans for part in span.split(" && ")]
+
+
 COMMANDS = [words for text in DOCUMENTS.values() for words in commands(text) if "-m" in words]
 COMMANDS = [words for words in COMMANDS if words[0] != "pytest"]  # whose -m is a marker
+COMMANDS += [each for t in DOCUMENTS.values() for each in in_prose(t, r"python -m driver\.")]
+COMMANDS = [words for words in COMMANDS if words[-1] != "--help"]
 by_document = pytest.mark.parametrize("name", DOCUMENTS)
 
 
@@ -106,6 +118,7 @@ def test_functions_named_beside_a_file_are_in_it(name):
 def test_the_checks_read_something():
     """The documents have links, paths and commands in the form that the checks look for."""
     assert len(COMMANDS) > 10
+    assert ["big", "--only", "train 15b"] in benchmarks("docs/notes/memory.md")
     assert len(NAME_IN.findall(DOCUMENTS["docs/architecture.md"])) > 5
     assert PATH.search(README) and INLINE.search(DOCUMENTS["profiling/README.md"])
 
@@ -117,6 +130,39 @@ def test_modules_exist_and_take_their_words(words):
     package, _, command = module.partition(".")
     if package == "driver" and command != "report":
         check_words(command, rest)
+
+
+def benchmarks(name):
+    """The words after `bench` of the benchmarks that a document calls."""
+    calls = in_prose(DOCUMENTS[name], r"(?:python -m profiling\.)?bench [a-z]")
+    calls = [words[3 if words[0] == "python" else 1 :] for words in calls]
+    blocks = [words for words in commands(DOCUMENTS[name]) if "profiling.bench" in words]
+    return calls + [words[words.index("profiling.bench") + 1 :] for words in blocks]
+
+
+@by_document
+def test_benchmarks_have_the_options_and_cases_that_are_named(name, monkeypatch):
+    """Of a benchmark that is gone, which a note may name, nothing is checked."""
+    known = {path.stem for path in (ROOT / "profiling" / "benches").glob("[a-z]*.py")}
+    cases = []
+    monkeypatch.setattr(Bench, "wanted", lambda _, case: cases.append(case))  # so nothing runs
+    monkeypatch.setattr(peers, "lacks_vllm", lambda folder: "")
+    monkeypatch.setattr(bench, "needs_cuda", lambda *_: False)
+
+    def look(module, args, command):
+        empty = Bench(args.name, 1.0, options=args.options)
+        empty.own_options(getattr(module, "OPTIONS", {}))
+        if args.only:
+            cases[:] = [*getattr(module, "CPU_PARTS", ()), *[cpu.CHECKS] * (module is cpu)]
+            module.run(empty)
+            assert any(re.search(args.only, case) for case in cases), command
+        return []
+
+    monkeypatch.setattr(bench, "run_one", look)
+    for words in benchmarks(name):
+        assert words[0] in {*known, "all"} or name.startswith(PAST), words
+        if words[0] in known:
+            assert bench.main(words) == 0
 
 
 def python_with(name, document):
