@@ -229,7 +229,11 @@ def main(argv: list[str] | None = None) -> int:
         "--profile", action="store_true", help="run each case once, for ncu: nothing is timed"
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the engine"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the run, as in driver.train",
     )
     parser.add_argument("--add", action="store_true", help="keep the other cases of the JSON")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")

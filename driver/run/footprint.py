@@ -38,7 +38,7 @@ CHUNK_ARRAYS, CHUNK_ARRAYS_OP_BY_OP = 2, 5
 # Hidden widths that an entry of an unroll step of the drafter saves for its backward pass: queries,
 # results, norms, sums. Counted in the code, not measured on a GPU.
 STEP_WIDTHS = 20
-CONTEXT, GRAPHS, STEP = "CUDA context", "graphs", "drafter's captured step"
+CONTEXT, GRAPHS, STEP = "CUDA context", "graphs", "captured drafter step"
 PAGES = ("KV pages", "feature pages", "drafter KV pages")  # `engine.free_in_update`
 CONTEXT_BYTES = 600 << 20  # a CUDA context with the workspaces of its libraries
 

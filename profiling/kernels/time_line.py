@@ -53,9 +53,13 @@ def shares(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, float, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--strategy", default="learned:6,1,7")
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.kernels.time_line", description=(__doc__ or "").split("\n", 1)[0]
+    )
+    parser.add_argument("--requests", type=int, default=64, help="that run at once")
+    parser.add_argument(
+        "--strategy", default="learned:6,1,7", help="off, or kind:depth,top_k,num_verify"
+    )
     parser.add_argument("--context", type=int, default=600, help="tokens of a prompt")
     args = parser.parse_args()
     torch.set_grad_enabled(False)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from driver.common.errors import UserError
-from driver.config.load import load_config
+from driver.config.load import PRESETS, load_config
 from driver.model import fetch
 from driver.model.tiny import build_tokenizer
 from driver.policy.weights import SUM_BYTES
@@ -70,7 +70,11 @@ def test_the_presets_of_models_that_people_train_fit_their_card(
     with pytest.raises(UserError, match="model.path: empty"):
         dry_run.dry_run(words, lambda line: None)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    dry_run.dry_run([*words, f"model.path={tmp_path}"], lambda line: None)
+    lines = []
+    dry_run.dry_run([*words, f"model.path={tmp_path}"], lines.append)
+    (peak,) = [float(line.split()[1]) for line in lines if line.startswith("  peak ")]
+    text = (PRESETS / f"{preset}.yaml").read_text()
+    assert f"predicts a peak of {peak:.0f} GB" in text.replace("\n# ", " ")
     made = load_config([words[0], f"model.path={tmp_path}"])
     assert made.grpo.prompts_per_step * made.grpo.samples_per_prompt == responses
     assert made.engine.max_batch == responses and made.sampling.max_new_tokens == 4096
