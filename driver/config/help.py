@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .fields import Section
-from .load import DEFAULT_PRESET, load_config, preset_names, section_types
+from .load import DEFAULT_PRESET, PRESETS, load_config, preset_names, section_types
 from .options import OPTIONS, DryRunOptions
 
 WIDTH = 96
@@ -36,9 +36,9 @@ def help_text(command: str, argv: Sequence[str] = ()) -> str:
     preset = ([w for w in argv if w.startswith("preset=")] or [f"preset={DEFAULT_PRESET}"])[-1]
     shown = load_config([preset])
     parts = [usage + " [--dry-run]" * (command == "train"), TRAIN if command == "train" else WARM]
+    parts.append(f"Presets (without preset=, {DEFAULT_PRESET}):\n{_presets()}")
     parts.append(
-        f"Presets: {', '.join(preset_names())}; without preset=, {DEFAULT_PRESET}. Each key has its"
-        f" default,\nand in brackets the value of {preset} if that differs."
+        f"Each key has its default, and in brackets the value of {preset} if that differs."
     )
     if command == "train":
         parts.append(f"{DryRunOptions.__doc__}\n{_fields(DryRunOptions())}")
@@ -47,6 +47,17 @@ def help_text(command: str, argv: Sequence[str] = ()) -> str:
         about = " ".join((kind.__doc__ or "").split())
         parts.append(f"{textwrap.fill(f'{name}: {about}', WIDTH)}\n{_fields(kind(), section)}")
     return "\n\n".join(parts)
+
+
+def _presets() -> str:
+    """A line for each preset: the first sentence of its file."""
+    texts = {
+        name: (PRESETS / f"{name}.yaml").read_text(encoding="utf-8") for name in preset_names()
+    }
+    heads = {name: text.partition("\nrun:")[0].replace("\n#", "") for name, text in texts.items()}
+    return "\n".join(
+        f"  {name:<8} {head[2:].split('. ')[0].rstrip('.')}" for name, head in heads.items()
+    )
 
 
 def _fields(defaults: Section, preset: Section | None = None) -> str:

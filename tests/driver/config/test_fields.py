@@ -70,6 +70,7 @@ def test_help_shows_limits_and_the_values_of_a_preset():
     assert "\n  run.steps=30  [20]\n" in text
     assert "\n  run.root=runs\n" in text
     assert "(one of float32, bfloat16, float16)" in text
+    assert "\n  h100     One H100 or H200: SmolLM2-135M-Instruct on puzzles\n" in text
     assert "\n  run.steps=30  [28]\n" in help_text("train")
     with pytest.raises(UserError, match="preset=h10"):
         help_text("train", ["preset=h10"])
