@@ -38,7 +38,7 @@ ARMS = {
     "two GPUs, off": (2, ["engine.strategies=off", "spot.mode=off"]),
     "two GPUs, coordinator off": (2, ["spot.mode=off"]),
 }
-LARGE = "train 7b, two GPUs"
+LARGE = "train 7b, 2 GPUs"  # which `--only "two GPUs$"` leaves out
 LARGE_WORDS = [*BIG.split(), "grpo.offload=none", "task.name=profiling.benches.big:Scored"]
 BOTH = "two GPUs"
 RATIOS = {"step_over_one_gpu_x": "one GPU", "step_over_off_two_gpu_x": "two GPUs, off"}

@@ -107,6 +107,7 @@ def test_an_arm_is_compared_with_one_of_an_earlier_result(monkeypatch):
     bench.known = [{"case": "one GPU", "median_us": 3e6}, {"case": "other", "median_us": 1.0}]
     two_gpu.run(bench)
     assert bench.got == {"step_over_one_gpu_x": 1.5}
+    assert [row["case"] for row in bench.rows] == ["two GPUs"]  # and no run of the 7B
 
 
 def test_a_failing_arm_is_reported_with_its_error(tmp_path):
