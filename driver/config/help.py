@@ -51,13 +51,12 @@ def help_text(command: str, argv: Sequence[str] = ()) -> str:
 
 def _presets() -> str:
     """A line for each preset: the first sentence of its file."""
-    texts = {
-        name: (PRESETS / f"{name}.yaml").read_text(encoding="utf-8") for name in preset_names()
-    }
-    heads = {name: text.partition("\nrun:")[0].replace("\n#", "") for name, text in texts.items()}
-    return "\n".join(
-        f"  {name:<8} {head[2:].split('. ')[0].rstrip('.')}" for name, head in heads.items()
-    )
+    lines = []
+    for name in preset_names():
+        text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").partition("\nrun:")[0]
+        head = text[2:].replace("\n#", "").split(". ")[0].rstrip(".")
+        lines.append(f"  {name:<8} {head}")
+    return "\n".join(lines)
 
 
 def _fields(defaults: Section, preset: Section | None = None) -> str:
