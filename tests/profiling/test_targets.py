@@ -1,6 +1,7 @@
 """Targets against results, the tables of the documents, and the comparison of two results."""
 
 import json
+import re
 
 import pytest
 
@@ -88,6 +89,31 @@ def test_the_documents_tables_are_those_of_the_results():
     found = [match["name"] for text in texts for match in tables.MARKED.finditer(text)]
     assert found == list(tables.TABLES)
     assert tables.main(["--check"]) == 0, "run python -m profiling.rig.tables"
+
+
+# Document, words around a figure, the target whose figure it is.
+IN_PROSE = [
+    ("README.md", "The (.+) of the table is the median ratio of 20 equal steps", "step_over_off_x"),
+    ("docs/adapters.md", "this rollout, (.+) times as fast", "trl_step_over_generate_x"),
+    (
+        "docs/benchmarks.md",
+        "the ratio at 32 and 128 requests is 2.9 and (.+); the target is 4",
+        "spec_smollm2_over_vllm_eagle3_x",
+    ),
+    ("docs/notes/memory.md", "two steps on an H200 had a peak of (.+) GB", "train_7b_peak_gb"),
+    ("docs/usage.md", "a pass of SmolLM2 for one request takes (.+) µs", "smollm2_b1_us"),
+    ("docs/usage.md", "the accept length grew (.+) ×", "adaptive_over_frozen_accept_x"),
+    ("docs/usage.md", "a step of SmolLM2 only (.+) × as fast as one", "step_over_one_gpu_x"),
+    ("docs/usage.md", "takes 67 s and (.+) GB on one H200", "train_7b_peak_gb"),
+]
+
+
+@pytest.mark.parametrize(("document", "words", "target"), IN_PROSE)
+def test_figures_in_prose_are_the_newest(document, words, target):
+    text = " ".join((tables.ROOT / document).read_text(encoding="utf-8").split())
+    figures = [each[1] for each in re.finditer(words.replace("(.+)", r"([\d.]+)"), text)]
+    got = {found.name: found.got for found in results.known_targets()}[target]
+    assert [f"{got:.{len(each.partition('.')[2])}f}" for each in figures] == figures != []
 
 
 def test_a_changed_table_is_found_and_written(tmp_path, monkeypatch, capsys):
