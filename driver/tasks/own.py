@@ -1,7 +1,7 @@
 """Tasks of the user: a class from any module or file, set by `task.name=module:Class`."""
 
 import importlib
-import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,8 +38,8 @@ class OwnTask(Task):
     def prompt(self, split: Split, index: int) -> Prompt:
         with user_code(f"task {self.name}: prompt({split!r}, {index})"):
             made = self.task.prompt(split, index)
-        if isinstance(made, Prompt):
-            return made
+        if isinstance(made, Prompt):  # its id may not be unique
+            made = made.text, made.answer
         text, answer = made if isinstance(made, tuple) and len(made) == 2 else (made, "")
         if not isinstance(text, str):
             raise UserError(
@@ -73,9 +73,12 @@ class OwnTask(Task):
 
 
 def _takes_four(function: Any) -> bool:
-    """Whether a function takes four arguments, or a method four besides its object."""
-    code = getattr(function, "__code__", None)
-    return code is not None and code.co_argcount - hasattr(function, "__self__") == 4
+    """Whether a function, a bound method or another callable has a fourth parameter by place."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a function of C
+        return False
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) >= 4
 
 
 def own_task(name: str) -> OwnTask:

@@ -13,6 +13,9 @@ from driver.train import train
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_task.py"
 PARTS = """
+from functools import partial, wraps
+from driver.tasks import Prompt
+
 def score(prompt, response, answer, finished):
     return float(finished and answer in response)
 
@@ -26,6 +29,29 @@ class Odd:
     reward = staticmethod(score)
     def prompt(self, split, index):
         return {}[index]
+
+class Same(Odd):
+    def prompt(self, split, index):
+        return Prompt("same", [None, "a"][index], "b")
+
+def logged(function):
+    @wraps(function)
+    def call(*arguments):
+        return function(*arguments)
+    return call
+
+class Scorer:
+    def __call__(self, prompt, response, answer, finished=True, weight=1):
+        return score(prompt, response, answer, finished)
+
+class Wrapped(Words):
+    reward = staticmethod(logged(score))
+
+class Partial(Words):
+    reward = staticmethod(partial(score, finished=True))
+
+class Called(Words):
+    reward = Scorer()
 
 class Number(Odd):
     stop = "end"
@@ -95,6 +121,20 @@ def test_wrong_types_are_refused(parts):
         task.demonstration(Prompt("0", "a", "b"))
     with pytest.raises(UserError, match="stop must be texts, got 5"):
         make_task(f"{parts}:Token")
+
+
+def test_a_prompt_of_the_user_gets_the_id_of_its_index(parts):
+    task = make_task(f"{parts}:Same")
+    assert task.prompt("train", 1) == Prompt("parts_of_a_user/train/1", "a", "b")
+    with pytest.raises(UserError, match=r"prompt\('train', 0\) must return a text, .* got \(None, "):
+        task.prompt("train", 0)
+
+
+@pytest.mark.parametrize(("name", "cut"), [("Wrapped", 0.0), ("Partial", 1.0), ("Called", 0.0)])
+def test_any_callable_may_be_the_reward(parts, name, cut):
+    task = make_task(f"{parts}:{name}")
+    prompt = task.prompt("train", 0)
+    assert task.reward(prompt, "x") == 1.0 and task.reward(prompt, "x", finished=False) == cut
 
 
 def test_everything_but_prompt_and_reward_is_optional(parts):
