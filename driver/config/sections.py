@@ -144,7 +144,8 @@ class RewardConfig(Section, prefix="reward."):
     workers: int = setting(0, "processes that score responses; 0: the main process", low=0)
     timeout_s: float = setting(
         60.0,
-        "seconds to score one response, a worker's start included, or to answer one of its turns",
+        "seconds for a worker to score a response (without workers no limit), and for a tool to"
+        " answer a turn",
         above=0,
     )
     on_error: str = setting(

@@ -5,6 +5,7 @@ drafter learns from the features recorded of these and of as many worked ones. B
 `<run.root>/warm/`, as a checkpoint that `driver.train` finds by the settings that made it.
 """
 
+import contextlib
 import hashlib
 import json
 import time
@@ -26,6 +27,8 @@ from ..config.load import Config, preset_title, to_yaml
 from ..config.sections import ToolConfig
 from ..config.strategy import OFF, parse_strategies
 from ..drafter.trainer import SpotTrainer
+from ..model.checkpoint import folder_fingerprint
+from ..model.fetch import is_smollm2, model_folder
 from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec, read_json
 from ..policy.warmup import demonstration, lr_share, warm_up
@@ -36,6 +39,7 @@ from ..session.load import find_model, load_policy, spec_of
 from ..session.parts import Rollout, build_rollout
 from ..session.session import Session
 from ..tasks import Task, make_task
+from ..tasks.workers import RewardWorkers
 from .assemble import check_prompts, longest_request, prompt_encoder, stop_ids
 from .tools import Tools, answering
 
@@ -51,12 +55,20 @@ Note = Callable[[str], None]
 
 
 def warm_folder(config: Config) -> Path:
-    """Folder of the warm start of these settings; its name is a hash of all that affect it."""
+    """Folder of the warm start of these settings.
+
+    Its name is a hash of all that affects it: settings, and the contents of data and model.
+    """
     parts = {name: asdict(getattr(config, name)) for name in ("model", "warmup", "task")}
     del parts["model"]["cache"]
     parts["drafter"], parts["sampling"] = asdict(config.drafter), asdict(config.sampling)
     if config.tool != ToolConfig():  # other tasks keep the names they had before there were tools
         parts["tool"] = asdict(config.tool)
+    inputs = [make_task(**parts["task"]).fingerprint()]
+    if config.model.path != "tiny" and not is_smollm2(config.model.path):
+        inputs.append(folder_fingerprint(model_folder(config.model.path)))
+    if any(inputs):  # generated data and built-in models have none
+        parts["inputs"] = dict(zip(("task", "model"), inputs, strict=False))
     key = json.dumps([PROCEDURE, NOISE_VERSION, parts, config.run.seed], sort_keys=True).encode()
     digest = hashlib.blake2b(key, digest_size=4).hexdigest()
     root = user_path(config.run.root)
@@ -111,7 +123,8 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
     with storage_errors(folder):  # not after hours of training
         folder.mkdir(parents=True, exist_ok=True)
     policy, tokenizer = load_policy(config, find_model(config, note))
-    encode = prompt_encoder(config, task, tokenizer)
+    encode, spec = prompt_encoder(config, task, tokenizer), spec_of(policy)
+    prompt_len = check_prompts(task, encode, config.sampling.max_new_tokens, spec.max_position)
     phases = Phases()
     with phases("policy"):
         progress = warm_up_progress(config, note)
@@ -120,9 +133,7 @@ def warm_start(config: Config, note: Note) -> Checkpoint:
     marks = {"policy": fingerprint(policy.state_dict())}
     states: dict[str, Any] = {}
     if config.warmup.drafter_steps:
-        spec = spec_of(policy)
         params = sampling_params(config, spec, task, encode)
-        prompt_len = check_prompts(task, encode, params.max_new_tokens, spec.max_position)
         longest = longest_request(config, spec, prompt_len)
         rollout = build_rollout(_on_request(config), spec, policy.state_dict(), longest)
         assert rollout.spot is not None
@@ -204,16 +215,14 @@ class Warming:
         responses = self.roll_out(FIRST_INDEX, count)
         lengths = np.array([len(r.token_ids) for r in responses])
         decode: Callable[..., Any] = self.encode.tokenizer.decode
-        right = np.array(
-            [
-                self.task.reward(
-                    self.task.prompt("train", FIRST_INDEX + i),
-                    decode(r.token_ids[:-1] if r.finish == "stop" else r.token_ids),
-                    r.finish == "stop",
-                )
-                for i, r in enumerate(responses)
-            ]
-        )
+        workers = RewardWorkers(self.task, self.config.reward)
+        with contextlib.closing(workers):
+            for i, r in enumerate(responses):
+                finished = r.finish == "stop"
+                text = decode(r.token_ids[:-1] if finished else r.token_ids)
+                prompt = self.task.prompt("train", FIRST_INDEX + i)
+                workers.submit(i, prompt, text, finished)
+            right = np.array(workers.collect(count))
         correct = lengths[right >= 1.0] if (right >= 1.0).any() else np.zeros(1)
         return {
             "responses": count,

@@ -21,6 +21,7 @@ from driver.run import warm_start as warm
 from driver.run.start import start_run
 from driver.session.parts import adopt_drafter
 from driver.tasks.calculator import CalculatorTask
+from driver.tasks.puzzles import PuzzlesTask
 from driver.train import train
 from tests import kit
 
@@ -85,6 +86,22 @@ def test_it_is_made_once_and_found_by_its_settings(config, made):
         run=replace(config.run, steps=9),
     )
     assert warm.warm_folder(same) == warm.warm_folder(config)
+
+
+def test_other_data_and_another_model_make_another_one(config, tmp_path):
+    """The same path may name other contents."""
+    data, model = tmp_path / "data.jsonl", tmp_path / "model"
+    model.mkdir()
+    task = replace(config.task, name="jsonl", path=str(data), shots=0)
+    of_data = replace(config, task=task)
+    of_model = replace(config, model=replace(config.model, path=str(model)))
+    folders = set()
+    for number in range(3):
+        line = f'"answer": "#### {number}"'
+        data.write_text("".join(f'{{"question": "{i}", {line}}}\n' for i in range(8)))
+        (model / "config.json").write_text(f'{{"vocab_size": {number}}}')
+        folders |= {warm.warm_folder(of_data), warm.warm_folder(of_model)}
+    assert len(folders) == 6
 
 
 def test_a_run_without_a_learned_strategy_makes_the_same_warm_start(config, made, tmp_path):
@@ -271,6 +288,28 @@ def test_refusals(config):
     none = replace(config, warmup=replace(config.warmup, steps=0, drafter_steps=0))
     with pytest.raises(UserError, match="warmup.steps: 0 makes no warm start"):
         warm.warm_start(none, lambda line: None)
+
+
+def test_prompts_that_do_not_fit_are_refused_before_the_training(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(warm, "warm_up", lambda *_: pytest.fail("trained"))
+    long = replace(
+        config,
+        sampling=replace(config.sampling, max_new_tokens=1024),
+        run=replace(config.run, root=str(tmp_path)),
+    )
+    with pytest.raises(UserError, match="max_new_tokens=1024 exceed the context of 1024"):
+        warm.warm_start(long, lambda line: None)
+
+
+def test_a_response_that_cannot_be_scored_counts_as_the_settings_say(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(PuzzlesTask, "reward", lambda *_: float("nan"))
+    run = replace(config.run, root=str(tmp_path))
+    with pytest.raises(UserError, match="reward of response 0 to prompt puzzles/train/.* got nan"):
+        warm.warm_start(replace(config, run=run), lambda line: None)
+    reward = replace(config.reward, on_error="zero")
+    with pytest.warns(UserWarning, match="got nan; counted as 0"):
+        made = warm.warm_start(replace(config, run=run, reward=reward), lambda line: None)
+    assert json.loads((made.path / warm.REPORT).read_text())["sampled"]["accuracy"] == 0.0
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_training(config, monkeypatch):

@@ -126,7 +126,9 @@ def test_wrong_types_are_refused(parts):
 def test_a_prompt_of_the_user_gets_the_id_of_its_index(parts):
     task = make_task(f"{parts}:Same")
     assert task.prompt("train", 1) == Prompt("parts_of_a_user/train/1", "a", "b")
-    with pytest.raises(UserError, match=r"prompt\('train', 0\) must return a text, .* got \(None, "):
+    with pytest.raises(
+        UserError, match=r"prompt\('train', 0\) must return a text, .* got \(None, "
+    ):
         task.prompt("train", 0)
 
 
