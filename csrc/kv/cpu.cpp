@@ -69,7 +69,8 @@ void append_row(const AppendKvParams& p, int64_t request, int64_t row, int64_t s
   }
 }
 
-// kStatusOk if every kept slot and its destination can be used, else the status bit of the reason.
+// kStatusOk if every kept slot and its destination can be used, else the status bits of the
+// reasons.
 int32_t check_path(const CommitPathParams& p, int64_t request) {
   const Sequences& s = p.sequences;
   const int32_t* path = p.path + request * p.path_stride;
@@ -78,15 +79,15 @@ int32_t check_path(const CommitPathParams& p, int64_t request) {
   if (!rows_of(s, request, &begin, &end) || context < 0 || kept < 0 || kept > p.path_len) {
     return kStatusBadLength;
   }
+  int32_t bad_slot = kStatusOk;
   for (int64_t i = 0; i < kept; ++i) {
     const bool rising = i == 0 ? path[0] == 0 : path[i] > path[i - 1];
     if (!rising || path[i] >= end - begin) return kStatusBadTree;
     Place place;
-    for (const int64_t slot : {context + i, context + path[i]}) {
-      if (const int32_t bits = locate(s, request, slot, &place)) return bits;
-    }
+    bad_slot |= locate(s, request, context + i, &place);
+    bad_slot |= locate(s, request, context + path[i], &place);
   }
-  return kStatusOk;
+  return bad_slot;
 }
 
 void move_heads(const CommitPathParams& p, const LayeredCache& cache, const Place& from,

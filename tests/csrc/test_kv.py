@@ -10,6 +10,7 @@ from tests.grouping import flat
 from tlt_ext import Status
 
 NAN = float("nan")
+BAD_SLOTS = Status.BAD_PAGE | Status.BAD_LENGTH
 
 
 # On a GPU 16-bit heads that are not normed go by aligned chunks of 8, all else by element.
@@ -368,6 +369,16 @@ def test_commit_path_reports_and_leaves_a_bad_request_untouched(ops, name, index
     for n in ("k_cache", "v_cache"):
         assert kit.same_bits(case[n][:, pages], before[n][:, pages])
     assert kit.same_bits(case["features"][pages], before["features"][pages])
+
+
+def test_commit_path_reports_a_bad_path_before_bad_slots(ops):
+    """The slots of a path that does not rise have no meaning. Bits of bad slots are ORed."""
+    for path, status in ([0, 2, 1], Status.BAD_TREE), ([0, 2, 5], BAD_SLOTS):
+        case = commit_case([4], [6], [path])
+        case["block_table"][0, 0] = -1  # of slot 4
+        case["block_table"] = case["block_table"][:, :1]  # slots 5 and later have no entry
+        ops.commit_path(**case)
+        assert case["status"].tolist() == [status]
 
 
 def test_commit_path_without_requests(ops):
