@@ -160,7 +160,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (result.bad) *status |= kStatusNanLogits;
         Filter<T> filter(cluster, scanner, row, result.max);
         const bool certain = result.has_no_finite() || row.greedy;
-        const uint64_t cut = certain || !setting.has_filter() ? kKeepAll : filter.cut(setting);
+        const bool wants_filtered = p.out.filtered_logprobs != nullptr;
+        const bool cuts = setting.has_filter() && !result.has_no_finite();
+        const uint64_t cut = cuts && (wants_filtered || !certain) ? filter.cut(setting) : kKeepAll;
         bool has_children = false;
         for (int child = node + 1; child < tree.num_rows; ++child) {
           has_children |= tree.parents[child] == node;
@@ -219,7 +221,9 @@ __global__ void __launch_bounds__(kThreads, 1)
           token = draw_from(cluster, filter, distributions, key, position);
         }
         const float logprob = result.logprob(row, filter.logit(token));
-        return Step{{token, logprob, logprob}, accepted};
+        float filtered = logprob;
+        if (wants_filtered && cut != kKeepAll) filtered = filter.log_ratio(token, filter.mass(cut));
+        return Step{{token, logprob, filtered}, accepted};
       });
   scanner.leave();
 }

@@ -11,6 +11,7 @@ from tests.csrc.verify_kit import (
     MILLION,
     REVERSED,
     TARGET,
+    WIDTH,
     emitted_lists,
     rejection,
     tree,
@@ -198,6 +199,31 @@ def test_rejection_equals_reference_node_by_node():
         right = reference.logprob(logits[0], setting[0], token)
         assert float(out.logprobs[0, 0]) == pytest.approx(right, abs=1e-6)
     assert 50 < rejected < 250
+
+
+def test_filtered_logprobs_are_over_the_kept_ids():
+    """Of accepted drafts and of drawn tokens, greedy ones too."""
+    rng, generator = random.Random(1), kit.generator(6)
+    for _ in range(60):
+        logits = 2 * torch.randn(1, 9, generator=generator)
+        setting = rng.choice([0.0, 0.7]), rng.choice([0, 4]), rng.choice([1.0, 0.8])
+        filtered = torch.full((1, WIDTH), math.nan)
+        out = rejection(
+            logits.expand(2, -1),
+            [0, int(logits.argmax())],
+            [-1, 0],
+            [0, 2],
+            temperature=setting[0],
+            top_k=setting[1],
+            top_p=setting[2],
+            deterministic=True,
+            filtered_logprobs=filtered,
+            seed=rng.getrandbits(64),
+        )
+        tokens = emitted_lists(out)[0]
+        right = [reference.filtered_logprob(logits[0], *setting, token) for token in tokens]
+        assert filtered[0, : len(tokens)].tolist() == pytest.approx(right, abs=1e-6)
+        assert filtered[0, len(tokens) :].isnan().all()
 
 
 def test_greedy_rejection_is_argmax():
