@@ -28,7 +28,7 @@ def attention_workspace_bytes(
         Bytes; 0 if there are enough blocks without sharing keys among them.
 
     Raises:
-        ValueError: a count is negative, or the heads do not divide.
+        ValueError: a count is out of range, or the heads do not divide.
 
     Example:
         >>> attention_workspace_bytes(num_requests=128, num_rows=128, num_heads=32,

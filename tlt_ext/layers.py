@@ -110,7 +110,7 @@ def fold_partials(
         flags: one int32 [MAX_FOLD_BLOCKS, ranks] for each rank, zeros at first, which every rank
             can write; none = the ranks do not wait. On a GPU only.
         rank: this rank, with flags.
-        timeout_s: of a wait for another rank; then the kernel ends with an error.
+        timeout_s: of a wait for another rank, up to 1e9; then the kernel ends with an error.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -260,7 +260,8 @@ def linear_append(
         x: [rows, K], float32, float16 or bfloat16; rows may be strided.
         weight: [(num_heads + 2 * num_kv_heads) * head_dim, K] = (q | k | v), dtype of x; rows may
             be strided.
-        q_out: [rows, num_heads, head_dim], dtype of x; rows and heads may be strided.
+        q_out: [rows, num_heads, head_dim], dtype of x; rows and heads may be strided; must not
+            overlap x.
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of x, as in `append_kv`.
         v_cache: like k_cache.
         cos_sin: float32 [max_position, head_dim]: cosines, then sines, as in `append_kv`.

@@ -50,8 +50,8 @@ def expand_tree(
         root_position: [B] int32, absolute position of the root.
         status: [B] int32. NAN_DRAFT: a NaN or +inf logit (never a child); BAD_TOKEN: a d2t entry
             outside the vocabulary (never a child); BAD_TREE: a frontier entry that is not a node
-            of depth 0 to 15 (inert); BAD_LENGTH: nodes.count + F * K is not in 1 .. C (request
-            inert).
+            of depth 0 to 15 (inert); BAD_LENGTH: nodes.count is below 1 or above C - F * K (the
+            request is inert).
         seed: the run's seed.
         vocab_size: the target's true vocabulary; without d2t, columns from there on are not read.
         slot_base: in-flight drafter slot of frontier row 0.

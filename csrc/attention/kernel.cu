@@ -5,9 +5,9 @@
 // The query heads of a kv head and the rows of a request are packed into the MMA's M, 64 (row,
 // head) pairs per four warps: on sm_90a one wgmma of four warps, padded if there are fewer pairs;
 // on older cards mma.sync of 16 pairs per warp. A block owns one request, kv head and block of
-// rows, and a range of splits of the keys (splits.h). Four producer warps (one, if there are enough
-// blocks) stream tiles of 64 keys and of 64 values once through a ring in shared memory, by tensor
-// copies (on sm_80 all warps do, by cp.async).
+// rows, and a range of splits of the keys (splits.h). One producer warp (four, if blocks share keys
+// of 64 dimensions) streams tiles of 64 keys and of 64 values once through a ring in shared memory,
+// by tensor copies (on sm_80 all warps do, by cp.async).
 //
 // With few blocks one more grid dimension distributes the splits: partials go to the caller's
 // workspace, and a second launch (merge.cuh) computes the rows' tails meanwhile and folds all
@@ -176,14 +176,16 @@ CUtensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache) {
   const Sequences& s = p.sequences;
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
   const int64_t lines = p.head_dim * 2 / kLine;
-  // A tensor map needs an address. A cache without pages is never read: every request is BAD_PAGE.
-  const void* const data = s.num_pages > 0 ? cache.data : p.q;
-  return make_tensor_map(data,
-                         {kLine / 2, size(p.num_kv_heads), size(s.page_size), size(lines),
-                          size(std::max<int64_t>(s.num_pages, 1))},
-                         {size(2 * cache.head_stride), size(2 * cache.slot_stride), kLine,
-                          size(2 * cache.page_stride)},
-                         {kLine / 2, 1, kStep, 1, 1});
+  // A tensor map needs an address and a page. That of a cache without pages is one line of q; what
+  // is read of it is not used, as every page is bad.
+  const bool empty = s.num_pages == 0;
+  const auto extent = [&](int64_t n) { return size(empty ? 1 : n); };
+  return make_tensor_map(
+      empty ? p.q : cache.data,
+      {kLine / 2, extent(p.num_kv_heads), extent(s.page_size), extent(lines), extent(s.num_pages)},
+      {size(2 * cache.head_stride), size(2 * cache.slot_stride), kLine,
+       size(2 * cache.page_stride)},
+      {kLine / 2, 1, kStep, 1, 1});
 }
 
 template <typename T, int kDim, int kWarps, Residency kResidency>

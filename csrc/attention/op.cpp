@@ -40,11 +40,17 @@ void check_gpu_shapes(const char* op, const Tensor& q, const Tensor& k_cache, co
 
 int64_t attention_workspace_bytes(int64_t num_requests, int64_t num_rows, int64_t num_heads,
                                   int64_t num_kv_heads, int64_t head_dim, int64_t max_slots) {
-  const bool valid = num_requests >= 0 && num_rows >= 0 && num_heads >= 1 && num_kv_heads >= 1 &&
-                     num_heads % num_kv_heads == 0 && head_dim >= 1 && max_slots >= 0;
-  require(valid, "attention_workspace_bytes",
-          "expected counts, with num_heads a multiple of "
-          "num_kv_heads");
+  const auto inside = [](int64_t count, int64_t low, int64_t high) {
+    return low <= count && count <= high;
+  };
+  constexpr int64_t kMost = 1 << 16;  // keeps products of counts within 63 bits
+  const bool valid = inside(num_requests, 0, INT32_MAX) && inside(num_rows, 0, INT32_MAX) &&
+                     inside(num_heads, 1, kMost) && inside(num_kv_heads, 1, kMost) &&
+                     inside(head_dim, 1, kMost) && max_slots >= 0 && num_heads % num_kv_heads == 0;
+  require(
+      valid, "attention_workspace_bytes",
+      "expected counts, of heads and head_dim up to 2^16, of requests and rows below 2^31, with "
+      "num_heads a multiple of num_kv_heads");
   if (num_requests == 0 || num_rows == 0) return 0;
   return plan_attention({num_requests, num_rows, num_heads, num_kv_heads, head_dim, max_slots})
       .workspace_bytes;

@@ -79,7 +79,7 @@ AttentionPlan plan_attention(const AttentionShape& shape) {
   const int64_t rows = (shape.num_rows + shape.num_requests - 1) / shape.num_requests;
   AttentionPlan plan{};
   plan.warps = rows * group <= 4 * kMmaRows ? 4 : 8;
-  const int64_t block_rows = plan.warps * kMmaRows / group;
+  const int64_t block_rows = std::max<int64_t>(1, plan.warps * kMmaRows / group);
   plan.row_blocks = std::max<int64_t>(1, (rows + block_rows - 1) / block_rows);
   const int64_t blocks = shape.num_requests * shape.num_kv_heads * plan.row_blocks;
   plan.items = items_for(shape, blocks, plan.warps);

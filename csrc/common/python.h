@@ -121,6 +121,11 @@ struct type_caster<G, enable_if_t<std::is_base_of_v<tlt::Group, G>>> {
     if (!PyTuple_Check(source.ptr()) || std::strcmp(type_name, G::kName) != 0) {
       throw tlt::DTypeError(std::string("expected a tlt_ext.") + G::kName + ", got " + type_name);
     }
+    const auto size = static_cast<size_t>(PyTuple_GET_SIZE(source.ptr()));
+    if (size != fields.size()) {  // another tuple of this name
+      throw tlt::DTypeError(std::string("expected a tlt_ext.") + G::kName + " of " +
+                            std::to_string(fields.size()) + " fields, got " + std::to_string(size));
+    }
     for (size_t i = 0; i < fields.size(); ++i) {
       if (!value.reads(fields[i])) continue;
       arrays_[i].load(PyTuple_GET_ITEM(source.ptr(), i), convert);

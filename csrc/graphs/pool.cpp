@@ -210,21 +210,22 @@ Executable instantiate(cudaGraph_t graph, cudaStream_t stream, GraphUsage* usage
   return executable;
 }
 
-void check_source(const GraphSource& source) {
+void check_source(const GraphSource& source, int device) {
   require(!source.parts.empty(), kName, "graphs: expected one or more, got none");
   for (const uintptr_t part : source.parts) {
     require(part != 0, kName, "graphs: expected captured graphs, got a null handle");
   }
+  Tensor of_pool;
+  of_pool.device = {kDLCUDA, device};
   const Arg control(kName, "control", source.control);
-  if (!source.control.is_cuda()) control.fail("an array on a CUDA device", "none");
-  control.is({DType::kInt32}).dense().shape({kControlWords});
+  control.on(of_pool).is({DType::kInt32}).dense().shape({kControlWords});
 }
 
 }  // namespace
 
 std::vector<std::string> GraphPool::add(const std::string& key, const GraphSource& source,
                                         uintptr_t stream) {
-  check_source(source);
+  check_source(source, state_->device);
   const DeviceGuard guard(state_->device);
   if (source.loop && !supports_loop(state_->device)) {
     throw GraphError("GraphPool: this driver has no loops in graphs; expected CUDA 12.4 or later");

@@ -46,9 +46,13 @@ LinearParams check_linear(const char* op, const Tensor& x, const Tensor& weight,
   return p;
 }
 
-void set_out(const char* op, const Tensor& x, const Tensor& out, LinearParams* p) {
+void check_separate(const char* op, const char* name, const Tensor& out, const Tensor& x) {
   require(x.data == nullptr || out.data != x.data, op,
-          "out: expected memory separate from x, got the same memory");
+          std::string(name) + ": expected memory separate from x, got the same memory");
+}
+
+void set_out(const char* op, const Tensor& x, const Tensor& out, LinearParams* p) {
+  check_separate(op, "out", out, x);
   p->out = out.data;
   p->out_stride = out.stride[0];
   p->out_dtype = out.dtype;
@@ -146,10 +150,11 @@ void fold_partials(const std::vector<Tensor>& partials, const Tensor& out, const
     require(flags.size() == partials.size(), op,
             "flags: expected one array for each of " + std::to_string(p.ranks) + " ranks, got " +
                 std::to_string(flags.size()));
-    require(out.is_cuda(), op, "flags: expected none on a CPU");
     require(0 <= rank && rank < p.ranks, op,
             "rank: expected 0 to " + std::to_string(p.ranks - 1) + ", got " + std::to_string(rank));
-    require(timeout_s > 0, op, "timeout_s: expected more than 0, got " + std::to_string(timeout_s));
+    require(timeout_s > 0 && timeout_s <= 1e9, op,  // in nanoseconds it fits into 63 bits
+            "timeout_s: expected more than 0, at most 1e9, got " + std::to_string(timeout_s));
+    require(out.is_cuda(), op, "flags: expected none on a CPU");
     for (size_t r = 0; r < flags.size(); ++r) {
       const Arg flags_arg(op, "flags", flags[r]);
       flags_arg.on(out).is({DType::kInt32}).shape({kMaxFoldBlocks, p.ranks}).dense();
@@ -198,6 +203,7 @@ void linear_append(const Tensor& x, const Tensor& weight, const Tensor& q_out,
   const AppendKvParams append = check_append(op, "x", x, q_out, k_cache, v_cache, cos_sin, rows);
   const int64_t out_dim = (append.num_heads + 2 * append.num_kv_heads) * append.head_dim;
   LinearParams p = check_linear(op, x, weight, out_dim, norm_weight, eps, bias, pdl);
+  check_separate(op, "q_out", q_out, x);
   p.pdl_tables = pdl_tables;
   if (p.rows == 0 || append.sequences.num_requests == 0) return;
   dispatch_device(

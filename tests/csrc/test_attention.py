@@ -443,3 +443,30 @@ def test_workspace_has_room_for_a_partial_of_every_split():
     )
     splits = 1024 // 128 + (8192 - 1024) // 512 + -(-(slots - 8192) // 1024)
     assert size >= splits * rows * heads * (dim + 2) * 4
+
+
+def workspace_of_heads(**changes):
+    shape = {"num_requests": 1, "num_rows": 1, "num_heads": 8, "num_kv_heads": 1, "head_dim": 64}
+    return tlt_ext.attention_workspace_bytes(**(shape | {"max_slots": 4096} | changes))
+
+
+@pytest.mark.parametrize("heads", [8, 9, 71, 129, 2**16])
+def test_workspace_of_any_number_of_heads_a_kv_head(heads):
+    """A block has at least one row, also of more heads than a GPU takes."""
+    assert workspace_of_heads(num_heads=heads) > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": 12, "num_kv_heads": 8},
+        {"num_rows": -1},
+        {"num_requests": 2**31},
+        {"num_requests": 2**32, "num_heads": 2**32, "num_kv_heads": 2**32},
+        {"num_rows": 2**62},
+        {"head_dim": 2**40},
+    ],
+)
+def test_workspace_checks_its_counts(changes):
+    with pytest.raises(ValueError, match="attention_workspace_bytes: expected counts"):
+        workspace_of_heads(**changes)

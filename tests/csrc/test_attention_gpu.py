@@ -314,6 +314,16 @@ def test_bad_pages_of_few_pairs_are_reported(where, share, slots):
         assert (out[2:] == 0).all() and (lse[2:] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("shape", ["9/3x64", "32/8x128"])
+def test_no_page_of_an_empty_cache_is_read(shape, share):
+    case = make_case([300], [2], SHAPES[shape])
+    empty = {name: case[name][:0] for name in ("k_cache", "v_cache")}
+    out, lse, status = attend(case, share=share, **empty)
+    assert status.tolist() == [Status.BAD_PAGE]
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
 @pytest.mark.parametrize("length", [300, 3000])
 def test_a_bad_page_hurts_one_of_many_requests_that_are_merged(length):
     """Eight rows per merge block; with few partials, those of several rows are read together."""

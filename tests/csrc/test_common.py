@@ -1,5 +1,6 @@
 """Keyed noise and the elementary functions that CPU and GPU share bit for bit."""
 
+import collections
 import math
 import types
 
@@ -85,6 +86,22 @@ def test_an_argument_that_is_no_array_gives_one_line(x, error, match):
     with pytest.raises(error, match=match) as caught:
         tlt_ext.silu_mul(x, np.zeros((1, 1), np.float32))
     assert "\n" not in str(caught.value)
+
+
+def test_a_group_needs_all_its_fields():
+    """A tuple of the same name with fewer fields would be read past its end."""
+    short = collections.namedtuple("Sampling", "temperature request")
+    tokens, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    with pytest.raises(TypeError, match="expected a tlt_ext.Sampling of 4 fields, got 2"):
+        tlt_ext.sample(
+            np.zeros((1, 3), np.float32),
+            short(np.float32([1]), np.int64([0])),
+            position=np.int32([0]),
+            tokens=tokens,
+            logprobs=logprobs,
+            status=np.zeros(1, np.int32),
+            seed=0,
+        )
 
 
 def freed():

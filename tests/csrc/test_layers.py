@@ -417,6 +417,11 @@ def test_partial_sums_check_their_arguments():
     flags = torch.zeros(MAX_FOLD_BLOCKS, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match="flags: expected one array for each of 2 ranks, got 1"):
         tlt_ext.fold_partials([out, out], torch.empty(4, 3), flags=[flags])
+    for timeout in (0.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="timeout_s: expected more than 0, at most 1e9, got"):
+            tlt_ext.fold_partials(
+                [out, out], torch.empty(4, 3), flags=[flags, flags], timeout_s=timeout
+            )
     with pytest.raises(ValueError, match="fold_partials: flags: expected none on a CPU"):
         tlt_ext.fold_partials([out, out], torch.empty(4, 3), flags=[flags, flags])
 

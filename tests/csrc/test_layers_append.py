@@ -175,6 +175,7 @@ def test_checks_its_arguments():
     refused(ValueError, r"weight: expected shape \[896, 576\]", q_out=case["q_out"][:, :8])
     refused(ValueError, "q_out: expected 1 head or more, got 0", q_out=case["q_out"][:, :0])
     refused(ValueError, r"q_out: expected shape \[2, \*, 64\]", q_out=case["q_out"][:1])
+    refused(ValueError, "q_out: expected memory separate from x", x=case["q_out"].flatten(1))
     refused(TypeError, "k_cache: expected", k_cache=case["k_cache"].half())
     refused(TypeError, "position: expected dtype int32", position=case["position"].long())
 
