@@ -1,5 +1,5 @@
 // The blocks of a cluster (sm_90): the halves of the cluster barrier, and reads of another block's
-// shared memory. Most kernels use `Cluster`, which wraps both.
+// shared memory. Most kernels use `Cluster` of rows.cuh instead.
 #pragma once
 
 #include "common/cuda.h"

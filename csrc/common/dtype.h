@@ -2,23 +2,11 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
+#include "common/math.h"
 #include "common/tensor.h"
 
 namespace tlt {
-
-inline float bits_to_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-inline uint32_t float_to_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
 
 struct BFloat16 {
   uint16_t bits;
@@ -30,14 +18,14 @@ struct Float16 {
 
 inline float to_float(float value) { return value; }
 
-inline float to_float(BFloat16 value) { return bits_to_float(uint32_t{value.bits} << 16); }
+inline float to_float(BFloat16 value) { return as_float(uint32_t{value.bits} << 16); }
 
 inline float to_float(Float16 value) {
   const uint32_t sign = uint32_t{value.bits & 0x8000u} << 16;
   const uint32_t magnitude = value.bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  if (magnitude >= 0x7c00u) return as_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
   // Scaling by 2^112 moves the exponent bias of half to that of float and makes subnormals exact.
-  return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f));
+  return as_float(sign | as_bits(as_float(magnitude << 13) * 0x1p112f));
 }
 
 template <typename T>
@@ -50,21 +38,21 @@ inline float from_float<float>(float value) {
 
 template <>
 inline BFloat16 from_float<BFloat16>(float value) {
-  const uint32_t bits = float_to_bits(value);
+  const uint32_t bits = as_bits(value);
   if (value != value) return {static_cast<uint16_t>(bits >> 16 | 0x40u)};      // keep NaN quiet
   return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};  // to nearest even
 }
 
 template <>
 inline Float16 from_float<Float16>(float value) {
-  const uint32_t bits = float_to_bits(value);
+  const uint32_t bits = as_bits(value);
   const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
   const uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};
   if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // rounds to inf
   if (magnitude < 0x38800000u) {  // subnormal half: let the float adder round at 2^-24
-    const float shifted = bits_to_float(magnitude) + 0.5f;
-    return {static_cast<uint16_t>(sign | (float_to_bits(shifted) - 0x3f000000u))};
+    const float shifted = as_float(magnitude) + 0.5f;
+    return {static_cast<uint16_t>(sign | (as_bits(shifted) - 0x3f000000u))};
   }
   const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
   return {static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13))};

@@ -2,10 +2,10 @@
 //
 // append_kv: one warp owns one head of one row (query, key or value), so the bits of a row do not
 // depend on other rows; without norms, one thread owns eight pairs of a head, in chunks of 16
-// bytes. commit_path: a thread owns one word of a slot in every layer, of keys and values, and
-// moves it along the path from the front: a kept slot never precedes its destination, so later
-// sources are still intact. A second launch then advances the lengths, which the first one reads.
-// copy_pages: a thread copies one word of one page.
+// bytes. commit_path: a thread owns one word of a slot, of the keys or values of a layer or of the
+// features, and moves it along the path from the front: a kept slot never precedes its destination,
+// so later sources are still intact. A second launch then advances the lengths, which the first one
+// reads. copy_pages: a block owns a part of one page of one layer; a thread copies words of it.
 #include <array>
 #include <type_traits>
 

@@ -1,5 +1,5 @@
-// Selects the kernel of a linear. float32 has one kernel; for 16-bit types the number of rows
-// decides, and all of their kernels give a row the same bits.
+// Selects the kernel of a linear. float32 has one kernel. For 16-bit types rows, sizes and
+// alignment decide, and all of their kernels give a row the same bits.
 #include "layers/linear.cuh"
 
 namespace tlt {

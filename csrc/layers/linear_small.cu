@@ -1,5 +1,6 @@
-// The linears of few rows of a small model's layer, with all weights in registers: K up to 1,536,
-// at most two blocks a multiprocessor (order of the sum: linear.cuh).
+// The linears of few rows of a small model's layer, with all weights in registers: K a multiple of
+// 64 up to 1,536 (1,024 with an activation), at most two blocks a multiprocessor (order of the sum:
+// linear.cuh).
 //
 // A launch of a small model is so short that the latency from its input x to its result decides. So
 // a block does all work that needs no x first: each lane loads all of its weights and computes the

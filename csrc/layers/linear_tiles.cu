@@ -1,6 +1,7 @@
 // linear_rows and linear_silu_mul, with or without a norm before, for any float16 or bfloat16 rows,
 // bit-identical to the decode kernel (order of the sum: linear.cuh): the parts of K are summed one
-// after the other. The only kernel for any number of parts and any rows.
+// after the other. The only kernel for unaligned rows, and for fewer than eight parts on cards
+// without wgmma.
 //
 // A block owns 64 weight rows x 64 rows of x, a warp 32 x 32 outputs. Both operands pass through a
 // ring in shared memory; a thread applies the norm to the chunks that it copied, one step before

@@ -11,10 +11,8 @@
 
 namespace tlt {
 
-inline int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
 inline const void* row_pointer(const void* base, DType dtype, int64_t stride, int64_t row) {
-  return static_cast<const char*>(base) + row * stride * dtype_bytes(dtype);
+  return static_cast<const char*>(base) + row * stride * bytes_of(dtype);
 }
 
 inline RowSetting setting_of(const SamplingArrays& s, int64_t i) {

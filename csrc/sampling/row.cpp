@@ -145,7 +145,7 @@ int32_t best_score(const float* x, int64_t n, float inv_temperature, const Noise
 
 // Sort keys: ascending order of the key is (logit descending, id ascending).
 uint64_t sort_key(float logit, int64_t id) {
-  const uint32_t bits = float_to_bits(logit + 0.0f);  // -0 ties with +0
+  const uint32_t bits = as_bits(logit + 0.0f);  // -0 ties with +0
   const uint32_t ascending = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return static_cast<uint64_t>(~ascending) << 32 | static_cast<uint32_t>(id);
 }
