@@ -88,7 +88,7 @@ class IdentityOptions(Section):
     warmup_steps: int = setting(150, "optimizer steps of the tiny model's warm-up", low=0)
     device: str = setting("cpu", "cpu, cuda or cuda:N")
     dtype: str = setting("float32", "of weights and activations", words=DTYPES)
-    seed: int = setting(0, "seed of weights, prompts and noise", low=0, high=2**63 - 1)
+    seed: int = setting(0, "seed of weights, noise and warm-up", low=0, high=2**63 - 1)
     cache: str = setting("~/.cache/tlt", "folder for fetched and converted weights")
 
 

@@ -31,7 +31,7 @@ class RunConfig(Section, prefix="run."):
 
     name: str = setting("", "folder under run.root; empty: the preset's name, numbered where taken")
     root: str = setting("runs", "folder that holds the runs and the kept warm starts")
-    seed: int = setting(0, "seed of weights, prompts and noise", low=0, high=2**63 - 1)
+    seed: int = setting(0, "seed of weights, noise and warm-up", low=0, high=2**63 - 1)
     steps: int = setting(30, "updates of the policy", low=0)
     device: str = setting("cpu", "cpu, cuda or cuda:N; several ranks take one card each")
     threads: int = setting(0, "CPU threads; 0: one per core", low=0, high=1024)
