@@ -161,9 +161,12 @@ def load_model(folder: Path, dtype: torch.dtype, mapped: bool = False) -> PreTra
 def _opened(path: Path) -> Iterator[Any]:
     """A safetensors file; its header and its size are checked."""
     try:
+        path.open("rb").close()  # safetensors calls any file that it cannot open a missing one
         with safe_open(path, framework="pt") as file:
             yield file
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except SafetensorError as error:
         raise UserError(f"{path}: not a whole safetensors file ({error}); copy it again") from None
 
 

@@ -95,6 +95,13 @@ def test_bytes_that_are_no_safetensors_are_refused(model):
         check_checkpoint(model)
 
 
+def test_a_file_that_cannot_be_opened_is_not_called_damaged(model):
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").mkdir()
+    with pytest.raises(UserError, match="model.safetensors: cannot be read .Is a directory"):
+        check_checkpoint(model)
+
+
 def test_shards_are_checked_one_by_one(sharded):
     second = sorted(sharded.glob("*.safetensors"))[1]
     cut(second, second.stat().st_size - 2)
