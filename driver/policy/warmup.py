@@ -98,12 +98,15 @@ def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
     prompt = task.prompt("train", index)
     with user_code(f"demonstration of prompt {prompt.id}"):
         worked = task.demonstration(prompt)
-    if worked is None:
+        turns = [worked] if isinstance(worked, str) else worked or ()
+        for text in turns:
+            text.encode()  # the tokenizer's own error does not name the character
+    if not turns:
         raise UserError(f"task.name={task.name}: has no demonstrations; set warmup.steps=0")
     tokenizer = encode.tokenizer
     if tokenizer.eos_token_id is None:
         raise UserError("warmup.steps: the tokenizer has no end token to teach; set it to 0")
-    turns, end = [worked] if isinstance(worked, str) else worked, tokenizer.eos_token_id
+    end = tokenizer.eos_token_id
     tokens: list[int] = []
     tools: list[tuple[int, int]] = []
     for turn, text in enumerate(turns):
@@ -114,7 +117,7 @@ def demonstration(encode: PromptEncoder, task: Task, index: int) -> Response:
         if not last:
             with user_code(f"demonstration of prompt {prompt.id}: tool at turn {turn}"):
                 answer = task.respond(prompt, turn, text)
-            if not isinstance(answer, str):
+            if not (isinstance(answer, str) and answer):
                 got = "no answer" if answer is None else f"the answer {shown(answer)}, no text"
                 raise UserError(
                     f"demonstration of prompt {prompt.id}: turn {turn} has {got}, but turns follow"

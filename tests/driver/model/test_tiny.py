@@ -212,11 +212,21 @@ def test_a_half_precision_model_learns_through_float32_masters(encode):
     assert not torch.equal(weights(model), before)
 
 
-def test_warm_up_without_demonstrations(encode):
+@pytest.mark.parametrize(
+    ("worked", "message"),
+    [
+        (None, "task.name=silent: has no demonstrations; set warmup.step"),
+        ([], "task.name=silent: has no demonstrations"),
+        ("1\ud800", "demonstration of prompt 0: UnicodeEncodeError.*surrogates not allowed"),
+        (["1", "2"], "demonstration of prompt 0: turn 0 has the answer '', no text"),
+    ],
+)
+def test_warm_up_without_demonstrations(encode, worked, message):
     class Silent:
-        name = "silent"
+        name, stop = "silent", ()
         prompt = staticmethod(lambda split, index: Prompt("0", "1=", "1"))
-        demonstration = staticmethod(lambda prompt: None)
+        demonstration = staticmethod(lambda prompt: worked)
+        respond = staticmethod(lambda prompt, turn, text: "")
 
-    with pytest.raises(UserError, match="task.name=silent: has no demonstrations; set warmup.step"):
+    with pytest.raises(UserError, match=message):
         warm_up(build_policy(SHAPE, 0), encode, Silent(), WarmupConfig(steps=1), 0)
