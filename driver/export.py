@@ -108,7 +108,7 @@ def check_out(folder: Path) -> None:
 
 
 def run_config(checkpoint: Path, options: ExportOptions) -> Config:
-    """Returns the configuration of the run, with the strategy and device of `options`."""
+    """The configuration of the run, with limits and verification for the measurement."""
     recorded = checkpoint / "config.yaml"  # of a warm start
     if not recorded.exists():
         recorded = checkpoint.parent.parent / "config.yaml"
@@ -126,6 +126,9 @@ def run_config(checkpoint: Path, options: ExportOptions) -> Config:
             f"engine.max_batch={options.prompts}",
             f"engine.spec_max_batch={options.prompts}",
             "engine.max_len=0",
+            "engine.num_pages=0",
+            "engine.spec_max_rows=0",
+            "engine.verify=shared",  # with the tokens of plain decoding, which are compared
             "spot.mode=off",
             "bandit.policy=off",
         ],

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -171,6 +172,23 @@ def test_the_command_measures_what_it_wrote(checkpoint, tmp_path, capsys):
         export.main(["drafter=nowhere", "out=x"])
     with pytest.raises(UserError, match="drafter: missing"):
         export.main(["out=x"])
+
+
+def test_the_limits_of_the_run_do_not_limit_the_measurement(checkpoint, tmp_path):
+    """With them no pass would speculate, or the strategy would be refused."""
+    copy = tmp_path / "run" / "checkpoints" / checkpoint.name
+    shutil.copytree(checkpoint, copy)
+    saved = (checkpoint.parents[1] / "config.yaml").read_text()
+    for key, value in {"verify": "rejection", "spec_max_rows": 1, "num_pages": 5}.items():
+        saved, count = re.subn(rf"^  {key}: .*$", f"  {key}: {value}", saved, flags=re.M)
+        assert count == 1
+    (tmp_path / "run" / "config.yaml").write_text(saved)
+    pages = []
+    for folder in (checkpoint, copy):
+        export.main(command(folder, tmp_path / str(len(pages))))
+        pages.append((tmp_path / str(len(pages)) / "README.md").read_text())
+    assert pages[0] == pages[1]
+    assert "| sums | yes | 1.00 |" not in pages[0]
 
 
 def test_a_warm_start_is_exported_too(tmp_path, capsys):
