@@ -12,7 +12,7 @@ from torch import Tensor
 from ..common.errors import UserError
 from ..common.storage import share_files, storage_errors
 from ..model.drafter import DraftSpec
-from ..model.spec import ModelSpec
+from ..model.spec import ModelSpec, read_json
 from ..model.target import default_feature_layers
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -78,7 +78,13 @@ def config_of_state(
 
 
 def write_drafter(folder: Path, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Writes weights and the configuration of `drafter_config`; UserError if that fails."""
+    """Writes weights and the configuration of `drafter_config`.
+
+    Raises UserError if the folder has another model, such as a policy, or cannot be written.
+    """
+    before = folder / CONFIG
+    if before.exists() and read_json(before).get("architectures") != FIXED["architectures"]:
+        raise UserError(f"{folder}: holds another model; choose an empty or a new folder")
     dtype = getattr(torch, config["torch_dtype"])
     tensors = {
         name: (value.to(dtype) if value.is_floating_point() else value).contiguous()

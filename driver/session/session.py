@@ -184,7 +184,7 @@ class Session(SharedEngine):
         """Saves the drafter, for `drafter=` and in the EAGLE-3 layout of vLLM and SGLang.
 
         Raises UserError if there is no drafter, if the model has fewer than three layers, or if the
-        folder cannot be written.
+        folder has another model or cannot be written.
         """
         if self.spot is None or self.model is None:
             raise UserError(

@@ -236,3 +236,6 @@ def test_other_files_in_the_output_folder_are_not_overwritten(parts, tmp_path):
         (folder / name).write_text('{"architectures": ["LlamaForCausalLM"]}')
         with pytest.raises(UserError, match="holds other files"):
             export.check_out(folder)
+    write(parts, tmp_path / "again")
+    with pytest.raises(UserError, match="config: holds another model; choose an empty"):
+        write(parts, tmp_path / "config")  # as `Session.save_drafter` does
