@@ -35,6 +35,7 @@ _FREE = {
     "model.cache",
 }
 _FIXED = {"engine.verify", "run.seed"}  # of sections in `_FREE`
+WARM_STARTS = "warm"  # subfolder of `run.root`, which is no run
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl")  # set back by a resumed run
 
 
@@ -204,6 +205,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def _choose(run: RunConfig, preset: str) -> Path:
     """The run's folder: the named one, or the preset's name, numbered."""
     root, stem = user_path(run.root), preset_title(preset)
+    if run.name == WARM_STARTS:
+        raise UserError(f"run.name={run.name}: is the folder of warm starts; choose another name")
     if run.name:
         path = root / run.name
         if run.resume and not (path / "config.yaml").exists():
@@ -219,7 +222,7 @@ def _choose(run: RunConfig, preset: str) -> Path:
                 " remove it"
             )
         return path
-    taken, number = [], 1
+    taken, number = [], 2 if stem == WARM_STARTS else 1
     while (path := root / (stem if number == 1 else f"{stem}-{number}")).exists():
         taken.append(path)
         number += 1

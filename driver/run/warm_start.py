@@ -33,6 +33,7 @@ from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec, read_json
 from ..policy.warmup import demonstration, lr_share, warm_up
 from ..records.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from ..records.folder import WARM_STARTS
 from ..records.phases import Phases
 from ..rollout.request import Request, Response, SamplingParams, request_id
 from ..session.load import find_model, load_policy, spec_of
@@ -72,7 +73,7 @@ def warm_folder(config: Config) -> Path:
     key = json.dumps([PROCEDURE, NOISE_VERSION, parts, config.run.seed], sort_keys=True).encode()
     digest = hashlib.blake2b(key, digest_size=4).hexdigest()
     root = user_path(config.run.root)
-    return root / "warm" / f"{preset_title(config.preset)}-{digest}"
+    return root / WARM_STARTS / f"{preset_title(config.preset)}-{digest}"
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:

@@ -117,6 +117,15 @@ def test_a_run_never_writes_over_another(tmp_path):
         RunFolder(config(tmp_path, "run.name=tiny"))
 
 
+def test_no_run_has_the_folder_of_warm_starts(tmp_path):
+    """A run that fails at its start removes its folder."""
+    with pytest.raises(UserError, match="run.name=warm: is the folder of warm starts"):
+        RunFolder(config(tmp_path, "run.name=warm"))
+    preset = tmp_path / "warm.yaml"
+    preset.write_text("")
+    assert RunFolder(config(tmp_path, f"preset={preset}")).path.name == "warm-2"
+
+
 def test_checkpoint_holds_what_was_given_and_keeps_the_last(tmp_path):
     for step in (2, 4, 6):
         save_checkpoint(tmp_path, step, write_policy, states(step), keep=2)
