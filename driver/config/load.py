@@ -140,14 +140,17 @@ def _read_preset(preset: str) -> dict[str, str]:
     if not isinstance(tree, dict):
         raise UserError(f"preset={preset}: must contain sections with keys, got {tree!r}")
     tree.pop("preset", None)
-    texts = {}
+    texts: dict[str, str] = {}
     for name, section in tree.items():
         if name not in section_types():  # a dotted key, or a mistake
-            texts[name] = _text(section)
+            found = {name: section}
         elif section and not isinstance(section, dict):
             raise UserError(f"preset={preset}: {name} must contain keys, got {section!r}")
         else:
-            texts |= {f"{name}.{key}": _text(value) for key, value in (section or {}).items()}
+            found = {f"{name}.{key}": value for key, value in (section or {}).items()}
+        if twice := sorted(texts.keys() & found.keys()):
+            raise UserError(f"preset={preset}: {twice[0]} is given twice")
+        texts |= {key: _text(value) for key, value in found.items()}
     return texts
 
 

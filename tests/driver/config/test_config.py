@@ -214,6 +214,7 @@ def test_a_mistake_is_one_line_that_names_the_key(words, match):
         ("run: {steps: }", r"^run.steps: must be an integer, got ''"),
         ("run: {steps: 1, steps: 2}", r"not YAML \(steps is given twice\)"),
         ("run: {steps: 1}\nrun: {seed: 2}", r"not YAML \(run is given twice\)"),
+        ("run.steps: 1\nrun: {steps: 2}", r"run.steps is given twice"),
         ("[" * 2000, r"not YAML"),
         ("run: &a\n  steps: *a", r"not YAML"),
     ],
