@@ -119,9 +119,13 @@ class TurnEncoder:
         with self._lock:
             return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
-    def framed(self, ids: Sequence[int]) -> list[int]:
-        """The token ids of an answer from those of its text, in the chat template if it is used."""
-        return [*self._before, *ids, *self._after]
+    def framed(self, ids: Sequence[int], end: int | None = None) -> list[int]:
+        """The token ids of an answer from those of its text, in the chat template if it is used.
+
+        `end` is the end token of the turn before, which the template may put there too.
+        """
+        before = self._before[1:] if self._before[:1] == [end] else self._before
+        return [*before, *ids, *self._after]
 
     def text(self, ids: Sequence[int]) -> str:
         with self._lock:

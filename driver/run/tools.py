@@ -96,7 +96,7 @@ class Tools:
             if error:
                 where = f"tool of response {state.request.id} to prompt {prompt.id}"
                 self.stats.failures[state.request.id] = f"{where}, turn {state.turn}: {error}"
-        return None if error else self._encode.framed(ids[:limit])
+        return None if error else self._encode.framed(ids[:limit], tokens[-1])
 
     def report(self) -> None:
         lines = sorted(self.stats.failures.values())

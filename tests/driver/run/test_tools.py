@@ -105,6 +105,14 @@ def test_with_a_chat_template_an_answer_is_the_next_message():
     assert ids.count(tokenizer.eos_token_id) == 1 and task.asked[0][2] == "123"
 
 
+def test_the_end_of_a_turn_is_not_repeated():
+    """That of the template may be an end token of the model alone, not of its tokenizer."""
+    tools, _, tokenizer = make(chat=CHAT.replace("eos_token", "'<pad>'"))
+    end, pad = tokenizer.convert_tokens_to_ids(["<eos>", "<pad>"])
+    assert tokenizer.decode(tools.on_end(ended("12", end=pad))) == "=12<pad>+"
+    assert tokenizer.decode(tools.on_end(ended("12", end=end))) == "<pad>=12<pad>+"
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
