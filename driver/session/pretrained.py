@@ -86,6 +86,11 @@ def build(
             f"engine.tensor_parallel={config.engine.tensor_parallel}: a session of one process has"
             " the whole model; set it to 1, or use tlt train"
         )
+    if (train_drafter or state is not None) and not config.engine.needs_drafter:
+        raise UserError(
+            f"engine.strategies={' '.join(config.engine.strategies)}: none uses the drafter; add a"
+            " learned or hybrid one, or leave out drafter and train_drafter"
+        )
     policy, encoder = _load(model, tokenizer, config)
     spec = spec_of(policy)
     longest = min(config.engine.max_len or spec.max_position, spec.max_position)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import CancelledError, wait
 from contextlib import contextmanager
@@ -466,6 +467,10 @@ def test_a_session_trains_its_drafter(policy, tmp_path):
         pytest.raises(UserError, match="no drafter to save; give from_pretrained"),
     ):
         session.save_drafter(tmp_path)
+    unused = ["engine.strategies=off ngram:4,1,5"]
+    for given in ({"drafter": str(tmp_path)}, {"train_drafter": True}):
+        with pytest.raises(UserError, match="strategies=off ngram:4,1,5: none uses the drafter"):
+            Session.from_pretrained(policy, device="cpu", settings=unused, **given)
     words = [*words, "drafter.draft_vocab=50"]
     with pytest.raises(UserError, match="drafter: its shape is not that of the model"):
         Session.from_pretrained(policy, drafter=str(tmp_path), device="cpu", settings=words)
@@ -477,7 +482,9 @@ def test_a_session_without_references_is_collected_with_its_thread(policy):
     session.generate([[6, 7]], SamplingParams(max_new_tokens=4))
     worker, gone = session._worker, weakref.ref(session)
     del session
-    gc.collect()
+    deadline = time.monotonic() + WAIT_S
+    while gone() is not None and time.monotonic() < deadline:  # until the thread sleeps
+        gc.collect()
     assert gone() is None
     worker.join(WAIT_S)
     assert not worker.is_alive()
