@@ -32,9 +32,11 @@ def output_of(*command: str) -> str:
 
 
 def find_nvcc() -> str | None:
-    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
-        if home and (Path(home) / "bin" / "nvcc").exists():
-            return str(Path(home) / "bin" / "nvcc")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if home := os.environ.get(name):
+            if (Path(home) / "bin" / "nvcc").exists():
+                return str(Path(home) / "bin" / "nvcc")
+            sys.stderr.write(f"tlt-ext: {name}={home} has no bin/nvcc; looking elsewhere\n")
     default = Path("/usr/local/cuda/bin/nvcc")
     return shutil.which("nvcc") or (str(default) if default.exists() else None)
 

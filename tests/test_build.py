@@ -82,6 +82,16 @@ def test_a_wrong_mode_and_cuda_without_nvcc(build, monkeypatch, tmp_path):
     assert build["wanted_nvcc"]() is None
 
 
+def test_a_cuda_home_without_nvcc_is_named(build, monkeypatch, tmp_path, capfd):
+    (tmp_path / "other" / "bin").mkdir(parents=True)
+    nvcc = program(tmp_path / "other" / "bin", "nvcc", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "other"))
+    assert build["find_nvcc"]() == nvcc
+    line = f"tlt-ext: CUDA_HOME={tmp_path} has no bin/nvcc; looking elsewhere\n"
+    assert capfd.readouterr().err == line
+
+
 def test_the_log_keeps_the_report_of_ptxas_and_the_terminal_does_not(build, tmp_path, capfd):
     lines = "[1/1] Building CUDA object x.cu.o\nptxas info    : 0 bytes gmem\nx.cu(1): error"
     command = [program(tmp_path, "ninja", lines.replace("\n", "\\n"))]
