@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from driver.common.errors import UserError
 from driver.config.load import load_config
@@ -153,7 +153,7 @@ def test_an_index_of_something_else_is_refused(sharded):
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_their_headers(model, change, match):
-    weights = load_file(model / "model.safetensors")
+    weights = load((model / "model.safetensors").read_bytes())
     change(weights)
     save_file(weights, model / "model.safetensors")
     with pytest.raises(UserError, match=match):
@@ -218,7 +218,7 @@ def test_a_head_of_its_own_counts_whatever_the_config_says(tmp_path):
     """The config ties it, the file has another one: the engine dropped it, the trainer did not."""
     save_model(tmp_path, "llama-tied-llama3")
     path, ids = tmp_path / "model.safetensors", token_ids(20)
-    whole = load_file(path)
+    whole = load(path.read_bytes())
     tied = logits_in_the_engine(tmp_path, ids)
     save_file(whole | {HEAD: whole[EMBEDDING].clone()}, path)
     assert torch.equal(logits_in_the_engine(tmp_path, ids), tied)
@@ -240,7 +240,7 @@ def test_rows_past_the_vocabulary_are_cut(tmp_path, variant):
     """Padding makes a matrix a multiple of some size; no token has such an id."""
     saved, ids = save_model(tmp_path, variant, num_hidden_layers=1), token_ids(20)
     for path in tmp_path.glob("*.safetensors"):
-        weights = load_file(path)
+        weights = load(path.read_bytes())
         for name in {EMBEDDING, HEAD} & weights.keys():
             weights[name] = torch.cat((weights[name], torch.full((7, 48), 9.0)))
         save_file(weights, path)
@@ -254,7 +254,7 @@ def test_rows_past_the_vocabulary_are_cut(tmp_path, variant):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e6])
 def test_weights_that_are_not_finite_are_refused(model, value):
     name, path = "model.layers.2.mlp.up_proj.weight", model / "model.safetensors"
-    weights = load_file(path)
+    weights = load(path.read_bytes())
     weights[name][3, 4] = value
     save_file(weights, path)
     if value == 1e6:
