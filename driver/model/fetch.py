@@ -202,7 +202,7 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
     model.config.dtype = torch.bfloat16
     model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)  # stored as float32
     model.hf_quantizer = None  # the saved weights are not quantised
-    del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -68,7 +68,8 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+        if not self._bar.disable:  # rich before 14.3 prints an empty line
+            self._bar.stop()
 
     def note(self, text: str) -> None:
         """Shows a line of plain text; brackets are not markup."""

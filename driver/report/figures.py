@@ -207,7 +207,7 @@ def strategy_colors(texts: Iterable[str]) -> dict[str, str]:
     strategies, colors = sorted({Strategy.parse(text) for text in texts}), {}
     for kind in KINDS.values():
         of_kind = [strategy for strategy in strategies if strategy.drafting is kind]
-        shades = LinearSegmentedColormap.from_list(kind.name, kind.colors)
+        shades = LinearSegmentedColormap.from_list(kind.name, list(kind.colors))
         for position, strategy in enumerate(of_kind):
             share = position / (len(of_kind) - 1) if len(of_kind) > 1 else 0.6
             colors[str(strategy)] = to_hex(shades(share))
