@@ -31,7 +31,7 @@ from driver.common.storage import write_text
 from profiling import benches
 from profiling.rig import timing
 from profiling.rig.bench import Bench, Stopped, output_of, run_within, say
-from profiling.rig.results import CPU, RESULTS, ROOT, card_folder, joined, load, targets_of
+from profiling.rig.results import CPU, QUICK, RESULTS, ROOT, card_folder, joined, load, targets_of
 from profiling.rig.warm import find_warm_start, make_warm_start
 
 
@@ -99,7 +99,9 @@ def kept_when_stopped(bench: Bench) -> Iterator[None]:
 def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[str]:
     """Runs a benchmark and writes its JSON; returns the parts that failed."""
     about = meta(command, args.commit)
-    bench = Bench(args.name, math.nan, args.quick, args.only, args.set, args.options)
+    bench = Bench(
+        args.name, math.nan, about["commit"], args.quick, args.only, args.set, args.options
+    )
     timing.profiling = args.profile
     if args.profile:
         module.run(bench)
@@ -114,18 +116,24 @@ def run_one(module: ModuleType, args: argparse.Namespace, command: str) -> list[
             f"empty graph {about['empty_graph_us']} us"
         )
     folder = args.out / (card_folder(about["card"]) if on_card else CPU)
-    path = (folder / "quick" if args.quick else folder) / f"{args.name}.json"
+    path = (folder / QUICK if args.quick else folder) / f"{args.name}.json"
     if args.add and path.exists():
         bench.known = load(path)["rows"]
     with kept_when_stopped(bench), bench.part(args.name):
         module.run(bench)
     if bench.failed and not bench.rows:
         return bench.failed
-    if args.only and args.out == RESULTS and not args.add:
+    if args.only and args.out.resolve() == RESULTS and not args.add:
         say("--only: a part of the cases, not written; take --add, or --out FOLDER")
         return bench.failed
+    if bench.failed:
+        about["note"] = f"incomplete: {', '.join(bench.failed)}"
     targets = targets_of(args.name, bench.got)
     for target in targets:
+        if rows := bench.sources.get(target["name"]):
+            made = [about | row for row in rows]
+            target["commit"] = ", ".join(dict.fromkeys(row["commit"] for row in made))
+            target["date"] = min(row["date"] for row in made)
         say(f"{'met  ' if target['met'] else 'UNMET'} {target['name']}: {target['got']}")
     write_result(path, {"meta": about, "rows": bench.rows, "targets": targets}, add=args.add)
     for name, content in bench.files.items():

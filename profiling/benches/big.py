@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -105,16 +106,11 @@ def run(bench: Bench) -> None:
         words = ["preset=h100", "model.dtype=bfloat16", *bench.settings]
         sizes = Long(prompt=LONGEST - chosen.new, new=chosen.new)
         decode(bench, of_shape("decode 32k", words, QWEN2_7B, "cuda"), sizes)
-    rows = {row["case"]: row for row in (*bench.known, *bench.rows)}
-    row = rows.get("train 7b")
-    if row and row["tokens"] > 0.9 * STEP_TOKENS:
-        bench.got["train_7b_peak_gb"] = row["peak_gb"]
-    if ratios := [
-        row["peak_over_predicted"] for row in rows.values() if "peak_over_predicted" in row
-    ]:
-        bench.got["peak_over_predicted_x"] = max(ratios)
-    if row := rows.get("decode 32k off"):
-        bench.got["decode_32k_over_bytes_x"] = row["over_bytes"]
+    trained = [case for case, row in bench.cases.items() if "peak_over_predicted" in row]
+    if bench.cases.get("train 7b", {}).get("tokens", 0) > 0.9 * STEP_TOKENS:
+        bench.book("train_7b_peak_gb", ["train 7b"], itemgetter("peak_gb"))
+    bench.book("peak_over_predicted_x", trained, itemgetter("peak_over_predicted"), max)
+    bench.book("decode_32k_over_bytes_x", ["decode 32k off"], itemgetter("over_bytes"))
 
 
 def fsdp(bench: Bench, ranks: int) -> float:

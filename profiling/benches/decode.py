@@ -143,6 +143,10 @@ def measure(
     }
 
 
+def fits(batch: int, strategy: str) -> bool:
+    return batch * Strategy.parse(strategy).num_verify <= MAX_ROWS
+
+
 def grid(
     bench: Bench,
     subject: Subject,
@@ -166,8 +170,7 @@ def grid(
     for batch in batches:
         for strategy in ["off", *strategies]:
             case = f"{subject.name} b{batch} {strategy}"
-            fits = batch * Strategy.parse(strategy).num_verify <= MAX_ROWS
-            if not fits or not bench.wanted(case):
+            if not fits(batch, strategy) or not bench.wanted(case):
                 continue
             synthetic = accepts is not None
             got = measure(rollout, subject, strategy, batch, synthetic=synthetic)
@@ -231,14 +234,18 @@ def book_warmed(bench: Bench, got: Cells) -> None:
     off = got.get((1, "off"))
     if off:
         bench.got["smollm2_b1_us"] = round(off["pass_us"], 1)
-        tail = [cell["host_share"] for (batch, _), cell in got.items() if batch <= TAIL]
-        bench.got["tail_host_share"] = round(max(tail), 4)
-        if dense := [cell["host_share"] for (batch, _), cell in got.items() if batch >= DENSE]:
-            bench.got["dense_host_share"] = round(max(dense), 4)
-        if drafted := [got[1, s] for s in DEPTH4 if (1, s) in got]:
-            fastest = max(drafted, key=lambda cell: cell["tokens_per_s"])
+        if all((1, strategy) in got for strategy in DEPTH4):
+            fastest = max((got[1, s] for s in DEPTH4), key=lambda cell: cell["tokens_per_s"])
             cost = fastest["pass_us"] / off["pass_us"]
             bench.got["pass_cost_over_plain_b1_x"] = round(cost, 3)
+    phases = {
+        "tail_host_share": [batch for batch in BATCHES if batch <= TAIL],
+        "dense_host_share": [batch for batch in BATCHES if batch >= DENSE],
+    }
+    for target, sizes in phases.items():
+        cells = [cell for cell in itertools.product(sizes, ["off", *STRATEGIES]) if fits(*cell)]
+        if set(cells) <= got.keys():
+            bench.got[target] = round(max(got[cell]["host_share"] for cell in cells), 4)
     for batch in QUICK_BATCHES:
         gains = [cell["over_off"] for (b, s), cell in got.items() if b == batch and s != "off"]
         if gains:

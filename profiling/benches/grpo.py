@@ -21,7 +21,6 @@ from driver.common.memory import CARD_MEMORY
 from driver.config.load import load_config
 from driver.run.dry_run import run_shape, shape_folder
 from profiling.rig.bench import Bench, say
-from profiling.rig.results import RESULTS, taken
 from profiling.rig.warm import warm_words
 from profiling.studies.grpo_arms import (
     OTHER_START,
@@ -31,7 +30,6 @@ from profiling.studies.grpo_arms import (
     arm_words,
     curves,
     over_peer,
-    step_ratio,
 )
 from profiling.studies.grpo_runs import folder_of, make_runs
 
@@ -111,7 +109,6 @@ def merge(
         median = statistics.median(t.total for t in run.times)
         found = {**found, **memory[run.arm, run.seed]}
         bench.add_row(case, 1e6 * median, **run.row(), **found)
-    bench.got |= {target: figure.value for target, figure in taken(RESULTS).items()}
     full = {run.seed: run for run in runs if run.arm == "full"}
     for trainer, target in TRAINERS.items():
         peers = [run for run in runs if run.arm == trainer and run.seed in full]
@@ -122,9 +119,6 @@ def merge(
         bench.files["curves"] = curves(runs)
         compared = [ratios["full", seed] for seed in full if seed in off]
         book_full(bench, list(full.values()), compared)
-        frozen = {run.seed: run for run in runs if run.arm == "frozen"}
-        if both := [step_ratio(frozen[seed], full[seed]) for seed in full if seed in frozen]:
-            bench.got["full_over_frozen_x"] = round(statistics.median(both), 3)
 
 
 def book_full(bench: Bench, full: list[ArmRun], ratios: list[dict[str, float | int]]) -> None:
@@ -143,9 +137,6 @@ def book_full(bench: Bench, full: list[ArmRun], ratios: list[dict[str, float | i
         updates = (t.phases["update_actor"] for t in times)
         bench.got["update_s"] = round(statistics.median(updates), 3)
         bench.got["unaccounted_share"] = max(run.unaccounted_share for run in full)
-        hidden = [run.hidden_share for run in full if run.hidden_share is not None]
-        if hidden:
-            bench.got["update_hidden_share"] = round(statistics.median(hidden), 3)
         gains = [run.heldout_gain_points for run in full if run.heldout_gain_points is not None]
         if gains:
             bench.got["heldout_gain_points"] = round(statistics.mean(gains), 2)

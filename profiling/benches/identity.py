@@ -13,6 +13,7 @@ import gc
 import math
 import time
 from dataclasses import dataclass
+from operator import itemgetter
 
 from driver.config.strategy import OFF, ORACLE
 from driver.run.comparison import ARRIVALS, Arm, Comparison, sibling_requests, train_drafter
@@ -112,18 +113,18 @@ def report(bench: Bench, subject: Subject, arms: list[Arm]) -> None:
 
 def book(bench: Bench) -> None:
     """The targets; an arm with too few tokens counts only if it refutes its target."""
-    cases = {row["case"]: row for row in (*bench.known, *bench.rows)}
+    cases, tokens = bench.cases, itemgetter("equal_tokens")
     enough = {case for case in TARGETS if case in cases and cases[case]["tokens"] >= TOKENS}
     for case, target in TARGETS.items():
         if case in enough or (case in cases and cases[case]["equal_tokens"] < 1):
-            bench.got[target] = cases[case]["equal_tokens"]
+            bench.book(target, [case], tokens)
     long = [row for case, row in newest("big", RESULTS).items() if "decode" in case]
-    shares = [row["equal_tokens"] for row in long if row["tokens"] >= LONG_TOKENS]
-    if len(shares) > 1:  # `off` is one
-        bench.got["long_responses_32k"] = min(shares)
-    bits = min((row["equal_bits"] for row in cases.values()), default=1.0)
-    if len(enough) == len(TARGETS) or bits < 1:
-        bench.got["logprobs_bit_equal"] = bits
+    long = [row for row in long if row["tokens"] >= LONG_TOKENS]
+    if len(long) > 1:  # `off` is one
+        bench.got["long_responses_32k"] = min(map(tokens, long))
+        bench.sources["long_responses_32k"] = [dict(row) for row in long]
+    if len(enough) == len(TARGETS) or any(row["equal_bits"] < 1 for row in cases.values()):
+        bench.book("logprobs_bit_equal", cases, itemgetter("equal_bits"))
 
 
 def run_subject(

@@ -15,6 +15,7 @@ rows of a comparison `over_vllm` is ours over vLLM's best setting.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from transformers import AutoConfig, Qwen2Config
@@ -222,11 +223,9 @@ def one_shape(bench: Bench, name: str, subject: Subject, made: Engines, accept: 
 
 def book(bench: Bench) -> None:
     """The targets, each the worst of its rows, those of earlier parts among them."""
-    rows = {row["case"]: row for row in [*bench.known, *bench.rows]}
 
     def worst(target: str, cases: Sequence[str], field: str = "over_vllm") -> None:
-        if all(case in rows for case in cases):
-            bench.got[target] = min(rows[case][field] for case in cases)
+        bench.book(target, cases, itemgetter(field))
 
     plain = [f"smollm2 plain b{b}" for b in BATCHES]
     worst("decode_smollm2_over_vllm_x", [*plain, *(f"smollm2 alone plain b{b}" for b in ALONE)])

@@ -14,6 +14,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def run(bench: Bench) -> None:
         if bench.wanted(f"tensor parallel, {shape}"):
             with bench.part(f"tensor parallel, {shape}"):
                 book_shared(bench, shape, share(shape, 1 if bench.quick else tokens))
-    seconds = {row["case"]: row["median_us"] / 1e6 for row in bench.known if row["case"] in ARMS}
+    earlier = [row for row in bench.known if row["case"] in ARMS and row["commit"] == bench.commit]
+    seconds = {row["case"]: row["median_us"] / 1e6 for row in earlier}
     words = bench.words
     arms = {arm: ARMS[arm] for arm in ARMS if bench.wanted(arm)}
     if arms and load_config(words).warmup.keep:
@@ -142,8 +144,8 @@ def book_shared(bench: Bench, shape: str, found: dict[str, Any]) -> None:
         )
         if (shape, batch) == ("qwen2_7b", "1"):
             bench.got["tp2_7b_b1_over_one_x"] = round(one / shared, 3)
-    worst = min(bench.got.get("tp2_identity", 1.0), found["identity"])
-    bench.got["tp2_identity"] = worst
+    compared = [case for case in bench.cases if case.startswith("tensor parallel")]
+    bench.book("tp2_identity", compared, itemgetter("identity"))
 
 
 def book(bench: Bench, seconds: Mapping[str, float]) -> None:

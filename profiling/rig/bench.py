@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ class Bench:
 
     name: str
     copy_gb_per_s: float  # of the card, measured; NaN without a card
+    commit: str = ""  # that is measured
     quick: bool = False  # run only the cases of targets
     only: str = ""  # regular expression over case names
     settings: list[str] = field(default_factory=list)  # words for a configuration (`--set`)
@@ -30,6 +31,7 @@ class Bench:
     rows: list[dict] = field(default_factory=list)
     files: dict[str, Any] = field(default_factory=dict)  # content of `<bench>-<name>.json`
     got: dict[str, float] = field(default_factory=dict)  # target -> its figure
+    sources: dict[str, list[dict]] = field(default_factory=dict)  # target -> its rows, of `book`
     failed: list[str] = field(default_factory=list)  # parts that failed or were stopped
 
     @property
@@ -47,6 +49,24 @@ class Bench:
 
     def wanted(self, case: str) -> bool:
         return re.search(self.only, case) is not None
+
+    @property
+    def cases(self) -> dict[str, dict]:
+        """Case -> its row of this run or else of the earlier result."""
+        return {row["case"]: row for row in (*self.known, *self.rows)}
+
+    def book(
+        self,
+        target: str,
+        cases: Iterable[str],
+        of: Callable[[dict], float],
+        worst: Callable[[Iterable[float]], float] = min,
+    ) -> None:
+        """The figure of a target from rows, earlier ones among them, if there is one of each."""
+        rows, wanted = self.cases, list(cases)
+        if wanted and all(case in rows for case in wanted):
+            self.sources[target] = [rows[case] for case in wanted]
+            self.got[target] = worst(map(of, self.sources[target]))
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:

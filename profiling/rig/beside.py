@@ -13,7 +13,7 @@ CASES = {
     "smollm2 speculative b128": "SmolLM2-135M, speculation, 128 requests",
     "rollout of a step": "SmolLM2-135M, rollout of a GRPO step",
     "7b plain b256": "7B shape, plain, 256 requests",
-    "7b speculative b32": "7B shape, speculation, 32 requests",
+    "7b speculative b128": "7B shape, speculation, 128 requests",
 }
 TRACE = "SmolLM2-135M, 128 requests with a long tail"
 TRAINERS = {"full": "ours", "trl_vllm": "TRL + vLLM", "trl": "`generate`"}
@@ -54,19 +54,20 @@ def speeds_table(results: Path = RESULTS) -> list[str]:
         for _, row in found.values():
             meta = row["meta"]
             cards[f"{meta['card']}, torch {meta['torch']}"] = None
-            commits[f"{meta['bench']} {meta['commit']}"] = None
+            commits[f"{meta['bench']} {row['commit']}"] = None
     return [*out, "", f"{', '.join(cards)}; {VERSIONS}. Commits: {', '.join(commits)}."]
 
 
 def peers_table(results: Path = RESULTS) -> list[str]:
     """Each comparison with vLLM, and the accept lengths of exported drafters."""
     rows = newest("peers", results)
-    out = ["| case | ours, tokens/s | vLLM, tokens/s | ours / vLLM |", "|---|---|---|---|"]
+    columns = ("case", "ours, tokens/s", "vLLM, tokens/s", "ours / vLLM", "commit")
+    out = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for case, row in rows.items():
         if "over_vllm" in row:
             own = f"{row['tokens_per_s']:,.0f} ({row['ours']})"
             peer = f"{row['vllm_tokens_per_s']:,.0f} ({row['vllm']})"
-            out.append(f"| {case} | {own} | {peer} | {row['over_vllm']:.2f} × |")
+            out.append(f"| {case} | {own} | {peer} | {row['over_vllm']:.2f} × | {row['commit']} |")
     if len(out) == 2:
         out = ["Speeds are not measured yet."]
     out += ["", "| exported drafter | accept length, ours | vLLM |", "|---|---|---|"]

@@ -62,7 +62,7 @@ OPS = (
     Case(
         "`expand_tree`, `select_nodes`",
         "EAGLE-2, keyed noise",
-        "8 levels of top 4, vocabulary 16,384",
+        "8 levels of top 4, vocabulary 16,384, inputs of 30 MB",
         "expand_depth8_top4_b1_us",
     ),
     Case(
@@ -108,30 +108,31 @@ def figure(name: str, value: float | None) -> str:
 
 
 def headlines_table(targets: Sequence[Target]) -> list[str]:
-    """The results that the README shows; commits and exact commands are below all targets."""
+    """The results that the README shows; exact commands are below all targets."""
     by_name = {(target.table, target.name): target for target in targets}
     named = [(text, by_name[table, name]) for text, table, name in HEADLINES]
     shown = [(text, target) for text, target in named if target.figure]
     cards = {target.figure.meta["card"] for _, target in shown if target.figure}
-    out = [f"| {', '.join(sorted(cards))}, SmolLM2-135M | measured | command |", "|---|---|---|"]
+    head = f"{', '.join(sorted(cards))}; SmolLM2-135M but for the last row"
+    out = [f"| {head} | measured | command | commit |", "|---|---|---|---|"]
     for text, target in shown:
         command = f"`python -m profiling.bench {target.table}`"
-        out.append(f"| {text} | {figure(target.name, target.got)} | {command} |")
+        out.append(f"| {text} | {figure(target.name, target.got)} | {command} | {target.commit} |")
     return out
 
 
 def ops_table(targets: Sequence[Target]) -> list[str]:
     by_name = {target.name: target for target in targets}
-    out = ["| op | source | case | measured | target |", "|---|---|---|---|---|"]
+    out = ["| op | source | case | measured | target | commit |", "|---|" + "---|" * 5]
     shown = []
     for case in OPS:
-        got = wanted = ""
+        got = wanted = commit = ""
         if case.target:
             target = by_name[case.target]
             shown.append(target)
             got = figure(target.name, target.got)
-            wanted = _wanted(target)
-        out.append(f"| {case.op} | {case.source} | {case.text} | {got} | {wanted} |")
+            wanted, commit = _wanted(target), target.commit
+        out.append(f"| {case.op} | {case.source} | {case.text} | {got} | {wanted} | {commit} |")
     return [*out, "", *provenance(shown)]
 
 
@@ -141,14 +142,14 @@ def targets_table(targets: Sequence[Target]) -> list[str]:
         f"{len(targets)} targets: {states.count('met')} met, {states.count('unmet')} not met,"
         f" {states.count('missing')} not measured.",
         "",
-        "| target | wanted | measured | |",
-        "|---|---|---|---|",
+        "| target | wanted | measured | | commit |",
+        "|---|---|---|---|---|",
     ]
     for target in targets:
         state = {"unmet": "not met", "missing": "not measured"}.get(target.state, target.state)
         out.append(
             f"| {target.table}: `{target.name}` | {_wanted(target)} |"
-            f" {figure(target.name, target.got)} | {state} |"
+            f" {figure(target.name, target.got)} | {state} | {target.commit} |"
         )
     return [*out, "", *provenance(targets)]
 

@@ -109,7 +109,10 @@ class Speed:
 
 def speeds(arms: Mapping[str, Arm], counted: Mapping[str, Arm], batch: Batch) -> dict[str, Speed]:
     """Tokens a second after the first token; `counted` run once before, for accept lengths."""
-    accepted = {name: arm(batch).accept_length for name, arm in counted.items()}
+    before = {name: arm(batch) for name, arm in counted.items()}
+    for name, made in before.items():
+        if made.lengths != batch.limits:
+            raise RuntimeError(f"{name}: responses end before their limits")
     whole, first = defaultdict(list), defaultdict(list)
     for index in range(ROUNDS):
         for name in arms if index % 2 == 0 else reversed(list(arms)):
@@ -119,7 +122,7 @@ def speeds(arms: Mapping[str, Arm], counted: Mapping[str, Arm], batch: Batch) ->
     for name in arms:
         seconds = min(whole[name]) - min(first[name])  # what else the host does only adds time
         spread = (max(whole[name]) - min(whole[name])) / min(whole[name])
-        out[name] = Speed(tokens / seconds, accepted[name], spread)
+        out[name] = Speed(tokens / seconds, before[name].accept_length, spread)
     return out
 
 

@@ -101,6 +101,22 @@ def test_added_cases_are_merged_into_the_result(cpu_bench, tmp_path, monkeypatch
     )
 
 
+def test_a_figure_from_rows_has_their_commits_and_needs_all_of_them(cpu_bench, tmp_path):
+    options = ["fake", "--out", str(tmp_path), "--add"]
+    bench.main([*options, "--commit", "one"])
+
+    def other(b):
+        b.add("other", timing.Timing(5.0, 0.1), 1000)
+        b.book("low_us", ["case", "other"], lambda row: row["median_us"], max)
+        b.book("absent", ["case", "third"], lambda row: row["median_us"])
+
+    cpu_bench.run = other
+    bench.main([*options, "--commit", "two"])
+    low, high, absent = results.load(tmp_path / "cpu" / "fake.json")["targets"]
+    assert (low["got"], low["commit"]) == (10.0, "one, two")
+    assert (high["got"], high["commit"], absent["got"]) == (2.9, "one", None)
+
+
 def test_two_commands_add_to_one_result_at_once(cpu_bench, tmp_path):
     options = ["fake", "--out", str(tmp_path), "--add"]
     inner = cpu_bench.run
@@ -144,7 +160,9 @@ def test_rows_are_kept_when_a_benchmark_is_stopped_or_fails(cpu_bench, tmp_path,
     cpu_bench.run = run
     before = signal.getsignal(signal.SIGTERM)
     assert bench.main(["fake", "--out", str(tmp_path)]) == 1
-    assert [row["case"] for row in results.load(tmp_path / "cpu" / "fake.json")["rows"]] == ["case"]
+    found = results.load(tmp_path / "cpu" / "fake.json")
+    assert [row["case"] for row in found["rows"]] == ["case"]
+    assert found["meta"]["note"].startswith("incomplete: ")
     assert signal.getsignal(signal.SIGTERM) == before
 
 

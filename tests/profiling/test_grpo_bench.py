@@ -14,7 +14,7 @@ from profiling.benches import grpo
 from profiling.peers import trl as trl_arm
 from profiling.rig import warm
 from profiling.rig.bench import Bench
-from profiling.rig.results import TARGETS_CARD, all_targets, joined, known_targets, targets_of
+from profiling.rig.results import TARGETS_CARD, joined, known_targets, over_frozen, targets_of
 from profiling.studies import grpo_runs
 from profiling.studies.grpo_arms import (
     ArmRun,
@@ -117,41 +117,30 @@ def test_arms_are_configurations():
     assert arm_words(mixed)["ngram"][0] == "engine.strategies=off ngram:6,1,7"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_results(tmp_path_factory):
-    """No results of other benchmarks, from which figures are taken."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "RESULTS", tmp_path_factory.mktemp("results"))
-        yield
-
-
-def test_figures_of_other_benchmarks_are_taken_over(monkeypatch, tmp_path):
-    monkeypatch.setattr(grpo, "RESULTS", tmp_path)
-    (tmp_path / TARGETS_CARD).mkdir()
-    cases = {"update": {"case": "15b compiled", "mfu": 0.5}}
-    cases["big"] = {"case": "train 15b", "blocked_s": 0.75}
-    cases["tail"] = {"case": "64x32768x98304", "hidden_share": 0.25}
-    for name, row in cases.items():
-        content = {"meta": {"date": "2026"}, "rows": [{"bench": name, **row}], "targets": []}
-        (tmp_path / TARGETS_CARD / f"{name}.json").write_text(json.dumps(content))
-    bench = Bench("grpo", math.nan)
-    grpo.merge(bench, [], {})
-    taken = {"update_mfu_15b": 0.5, "checkpoint_blocked_s": 0.75, "update_hidden_share": 0.25}
-    assert bench.got == taken
-    assert set(bench.got) <= set(all_targets()["grpo"])
-
-
-@pytest.mark.parametrize(("date", "mfu"), [("2025", 0.6), ("2027", 0.5)])
-def test_a_newer_figure_of_another_benchmark_replaces_that_of_grpo(tmp_path, date, mfu):
-    """Without `bench grpo` after the other benchmark, whose row decides the target."""
+def test_rows_of_other_benchmarks_decide_targets(tmp_path):
+    """A figure that `bench grpo` once copied does not count, however new its file is."""
     (tmp_path / TARGETS_CARD).mkdir()
     old = {"name": "update_mfu_15b", "wanted": {"at_least": 0.45}, "got": 0.5, "met": True}
     row = {"bench": "update", "case": "15b compiled", "mfu": 0.6}
-    for name, when, rows, targets in (("grpo", date, [], [old]), ("update", "2026", [row], [])):
-        content = {"meta": {"date": when}, "rows": rows, "targets": targets}
+    for name, when, rows, targets in (("grpo", "2027", [], [old]), ("update", "2026", [row], [])):
+        content = {"meta": {"date": when, "commit": name}, "rows": rows, "targets": targets}
         (tmp_path / TARGETS_CARD / f"{name}.json").write_text(json.dumps(content))
-    got = {target.name: target.got for target in known_targets(tmp_path)}
-    assert got["update_mfu_15b"] == mfu and got["checkpoint_blocked_s"] is None
+    got = {target.name: target for target in known_targets(tmp_path)}
+    assert (got["update_mfu_15b"].got, got["update_mfu_15b"].commit) == (0.6, "update")
+    assert got["checkpoint_blocked_s"].got is None
+
+
+def test_the_full_system_is_compared_with_a_frozen_drafter_by_seed():
+    """Over all steps, and only runs of one commit with equal steps."""
+    rows = {
+        f"{arm} seed {seed}": {"makespan_s": seconds, "steps": steps, "commit": commit}
+        for arm, seed, seconds, steps, commit in (
+            ("full", 0, 2.0, 20, "a"), ("frozen", 0, 3.0, 20, "a"),
+            ("full", 1, 2.0, 20, "a"), ("frozen", 1, 9.0, 18, "a"),
+            ("full", 2, 2.0, 20, "a"), ("frozen", 2, 9.0, 20, "b"),
+        )
+    }  # fmt: skip
+    assert over_frozen(rows) == [(rows["full seed 0"], 1.5)]
 
 
 @pytest.fixture(scope="module")
@@ -245,14 +234,16 @@ def test_another_limit_has_its_own_runs_cases_and_target(runs, tmp_path, monkeyp
     assert out.got == {"over_trl_hf_x": 15.0} and out.files == {}
     old, new = (
         {
-            "meta": {"command": name, "commit": "c"},
+            "meta": {"command": name, "commit": "c", "date": "2026"},
             "rows": of.rows,
             "targets": targets_of("grpo", of.got),
         }
         for name, of in (("old", whole), ("new", out))
     )
     both = joined(old, new)
-    assert both["rows"] == [*whole.rows, *out.rows]
+    assert both["rows"] == [
+        {"commit": "c", "date": "2026", **row} for row in (*whole.rows, *out.rows)
+    ]
     got = {target["name"]: target["got"] for target in both["targets"]}
     measured = {name: value for name, value in got.items() if value is not None}
     assert measured == {**whole.got, "over_trl_hf_x": 15.0}
@@ -322,19 +313,10 @@ def test_vllm_generates_for_trl_where_it_is_found(monkeypatch, tmp_path, capsys)
     assert plain[0] == grpo_runs.sys.executable and plain[-1] == "a=1"
 
 
-def test_the_full_system_is_compared_with_a_frozen_drafter_by_seed():
-    runs = [arm_run(arm, [record(1, s, 1.0, s)]) for arm, s in (("full", 2.0), ("frozen", 3.0))]
-    bench = Bench("grpo", math.nan)
-    grpo.merge(bench, runs, {("full", 0): {}, ("frozen", 0): {}})
-    assert bench.got["full_over_frozen_x"] == 1.5 and bench.got["step_s"] == 2.0
-    assert "update_hidden_share" not in bench.got  # it was off
-
-
-def test_the_share_of_the_update_that_ran_during_the_rollout_is_booked():
+def test_the_share_of_the_update_that_ran_during_the_rollout_is_in_its_row():
     shares = [{**record(i, 1.0, 1.0, 2.0), "update/hidden_share": 0.1 * i} for i in (1, 2, 6)]
     bench = Bench("grpo", math.nan)
     grpo.merge(bench, [arm_run("full", shares)], {("full", 0): {}})
-    assert bench.got["update_hidden_share"] == 0.2
     assert bench.rows[0]["update_hidden_share"] == 0.2
 
 

@@ -153,10 +153,13 @@ def test_long_responses_are_those_of_the_benchmark_of_big_shapes(tmp_path, token
     rows = [{"case": case, "bench": "big", **values} for case, values in cases.items()]
     path = tmp_path / TARGETS_CARD / "big.json"
     path.parent.mkdir()
-    path.write_text(json.dumps({"meta": {"date": "2026"}, "rows": rows, "targets": []}))
+    path.write_text(
+        json.dumps({"meta": {"date": "2026", "commit": "a"}, "rows": rows, "targets": []})
+    )
     bench = Bench("identity", math.nan)
     identity.book(bench)
     assert bench.got.get("long_responses_32k") == got
+    assert {row["commit"] for row in bench.sources.get("long_responses_32k", [])} <= {"a"}
 
 
 def test_no_round_begins_after_the_time_limit(subject):

@@ -224,6 +224,13 @@ def test_random_shapes_get_the_accept_length_of_the_warmed_policy(small, tiny, m
     assert rows["7b plain b1"]["vllm_tokens_per_s"] == pytest.approx(1e4)
 
 
+def test_a_response_that_ends_early_is_no_speed():
+    batch = by_turns.Batch([(1,), (2,)], [8, 8])
+    arms = {"one": lambda batch: by_turns.Made(1.0, [8, 7])}
+    with pytest.raises(RuntimeError, match="one: responses end before their limits"):
+        by_turns.speeds(arms, arms, batch)
+
+
 def test_targets_count_rows_of_earlier_parts():
     bench = Bench("peers", math.nan)
     bench.known = [{"case": f"15b plain b{b}", "over_vllm": 2.0} for b in peers.BATCHES]

@@ -57,6 +57,35 @@ def test_the_newer_figure_counts_and_an_older_one_fills_in(known):
     assert c.state == "missing"
 
 
+def test_what_is_added_to_a_result_does_not_renew_the_rest(known, monkeypatch):
+    """A figure of `--quick` stays the newest, although the file of an older one is newer."""
+    write(known, "quick/fake.json", result(a=9.0, date="2026-11-28T09:00"))
+    added = result(a=None, b=3.0, date="2026-11-29T09:00")
+    added["meta"]["commit"], added["rows"] = "def5678", added["rows"][1:]
+    write(known, "fake.json", results.joined(result(), added))
+    a, b, _ = results.known_targets(known)
+    assert (a.got, a.commit) == (9.0, "abc1234")
+    assert (b.got, b.commit) == (3.0, "def5678")
+    rows = results.newest("fake", known)
+    assert {case: row["median_us"] for case, row in rows.items()} == {"one": 9.0, "two": 3.0}
+    assert {case: row["commit"] for case, row in rows.items()} == {
+        "one": "abc1234",
+        "two": "def5678",
+    }
+    monkeypatch.setattr(results, "WHOLE_ONLY", ("a_us",))
+    assert results.known_targets(known)[0].got == 6.0
+
+
+def test_a_result_of_a_run_that_failed_says_so_in_the_table(known):
+    value = result()
+    value["meta"]["note"] = "incomplete: b (RuntimeError)"
+    whole = result(date="2026-11-29T09:00")
+    write(known, "fake.json", results.joined(value, whole))
+    assert tables.provenance(results.known_targets(known))[0].endswith(
+        ", incomplete: b (RuntimeError)"
+    )
+
+
 def test_the_newer_of_two_runs_is_read_first(known):
     write(known, "fake-log.json", {})
     write(known, "quick/fake.json", result(date="2026-11-28T09:00"))
@@ -133,8 +162,8 @@ def test_a_table_names_card_driver_cuda_torch_and_commit(known):
     out = tables.filled(text, results.known_targets(known))
     assert "old" not in out and out.startswith("x\n<!--") and out.endswith("-->\ny")
     assert "3 targets: 1 met, 1 not met, 1 not measured." in out
-    assert "| fake: `b_x` | at least 2.00 × | 1.50 × | not met |" in out
-    assert "| fake: `c_x` | at least 1.00 × | - | not measured |" in out
+    assert "| fake: `b_x` | at least 2.00 × | 1.50 × | not met | abc1234 |" in out
+    assert "| fake: `c_x` | at least 1.00 × | - | not measured |  |" in out
     assert "NVIDIA H200, driver 580.1, CUDA 13.0, torch 2.11.0, commit abc1234" in out
     assert tables.filled(out, results.known_targets(known)) == out
     known_names = "headlines, beside, ops, peers, targets"

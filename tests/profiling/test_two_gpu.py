@@ -104,7 +104,11 @@ def test_an_arm_is_compared_with_one_of_an_earlier_result(monkeypatch):
 
     monkeypatch.setattr(two_gpu, "steps_of", steps_of)
     bench = Bench("two_gpu", 1.0, only="two GPUs$", settings=["preset=tiny", "warmup.keep=false"])
-    bench.known = [{"case": "one GPU", "median_us": 3e6}, {"case": "other", "median_us": 1.0}]
+    bench.known = [
+        {"case": "one GPU", "median_us": 3e6, "commit": bench.commit},
+        {"case": "two GPUs, off", "median_us": 9e6, "commit": "another"},
+        {"case": "other", "median_us": 1.0, "commit": bench.commit},
+    ]
     two_gpu.run(bench)
     assert bench.got == {"step_over_one_gpu_x": 1.5}
     assert [row["case"] for row in bench.rows] == ["two GPUs"]  # and no run of the 7B
