@@ -45,7 +45,8 @@ class OverlapTuner:
         if not spot.buffer.num_tokens or self.decode() is None:
             return  # graphs are captured before the next rollout
         self._done = True
-        budget, counters = spot.config.slowdown, (spot.steps, spot.tokens_seen)
+        budget = spot.config.slowdown
+        counters = spot.steps, spot.tokens_seen, spot.payoff.delay_s
         try:
             with spot.step.frozen():
                 self.measure(budget)
@@ -58,7 +59,7 @@ class OverlapTuner:
             )
             return
         finally:
-            spot.steps, spot.tokens_seen = counters
+            spot.steps, spot.tokens_seen, spot.payoff.delay_s = counters
         best = choose_overlap(list(self.measured), spot.bin.tokens / self.serial_step_s, budget)
         if best is None and spot.config.mode == "overlapped":
             best = min(self.measured, key=lambda overlap: overlap.slowdown)

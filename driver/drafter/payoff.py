@@ -3,14 +3,14 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from statistics import fmean
 from typing import Any
 
 from ..rollout.stats import RolloutStats
 
-WINDOW = 3  # rollouts whose mean is compared: prompts change the accept length by 2 to 4 %
+WINDOW = 3  # rollouts at least whose mean is compared: prompts change the accept length by 2 to 4 %
 PAYBACK = 10  # rollouts in which training must save its cost: then the policy has changed
 LEARNS = 0.01  # growth of the accept length in a rollout from which on training always continues
 FALLS = 0.03  # fall at rest that starts training; a smaller one is often due to the prompts
@@ -65,21 +65,29 @@ def decide(trains: bool, history: Sequence[Measured]) -> Decision:
     """Compares what training brings in the coming rollouts with what it costs.
 
     If the accept length is higher by x %, about x % of the passes' seconds are saved in each of the
-    next `PAYBACK` rollouts. While the drafter trains, x is the growth from window to window. While
-    training pauses, x is the loss since the last window with training. `history` has the rollouts
-    since training began, or the last `WINDOW` with training and those since.
+    next `PAYBACK` rollouts. While the drafter trains, x is the growth from window to window, or the
+    expected growth if that is higher: few passes measure little. While training pauses, x is the
+    loss since the last window with training. If no arm ran in both windows, x is the expected
+    growth or, at rest, `FALLS`. `history` has the rollouts since training began, or the last
+    `WINDOW` with training and those since.
     """
     if len(history) < 2 * WINDOW:
         return Decision(trains)
-    before = history[-2 * WINDOW : -WINDOW] if trains else history[:WINDOW]
-    after = history[-WINDOW:]
-    moved = change(before, after)
-    if moved is None:
-        return Decision(True, "" if trains else "no learned arm was measured: training goes on")
-    seconds = fmean(m.seconds for m in after)
-    costly = after if trains else before
+    # Twice as many rollouts measure a growth three times as well.
+    size = min(len(history) // 2, 2 * WINDOW) if trains else WINDOW
+    before = history[-2 * size : -size] if trains else history[:size]
+    after = history[-size:]
+    moved, last = change(before, after), history[-1]
+    seconds, costly = fmean(m.seconds for m in after), after
+    if trains:
+        if moved is None:  # after a fall the drafter learns anew
+            last = replace(last, trained=sum(m.steps for m in history))
+        rate = max((moved or 0.0) / size, last.expected if last.steps else 0.0)
+    else:
+        # A drafter that has become poor hardly runs: what it saved before counts.
+        seconds, costly = max(seconds, fmean(m.seconds for m in before)), before
+        rate = FALLS if moved is None else max(0.0, -moved)
     cost_s = fmean(m.cost_s for m in [m for m in costly if m.steps] or costly)
-    rate = max(0.0, moved / WINDOW if trains else -moved)
     worth_s = PAYBACK * rate * seconds
     numbers = (
         f"worth {1e3 * worth_s:.0f} ms in {PAYBACK} rollouts; training costs {1e3 * cost_s:.0f} ms"
@@ -89,7 +97,8 @@ def decide(trains: bool, history: Sequence[Measured]) -> Decision:
         reason = f"training rests: the accept length grows {rate:.1%} a rollout, {numbers}"
         return Decision(False, reason)
     if not trains and worth_s >= cost_s and rate >= FALLS:
-        reason = f"training goes on: the accept length fell {rate:.1%} at rest, {numbers}"
+        fell = "has no comparison" if moved is None else f"fell {rate:.1%}"
+        reason = f"training goes on: the accept length {fell} at rest, {numbers}"
         return Decision(True, reason)
     return Decision(trains)
 

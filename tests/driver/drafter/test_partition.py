@@ -61,7 +61,7 @@ class Card:
     def __init__(self, monkeypatch, cost: float, tokens: int = 256, **config) -> None:
         self.cost, self.now, self.steps, self.running = cost, 0.0, 0, False
         self.config = SpotConfig(**{"mode": "auto", "slowdown": 1.06, **config})
-        self.tokens_seen = 0
+        self.tokens_seen, self.payoff = 0, SimpleNamespace(delay_s=0.0)
         self.bin = SimpleNamespace(tokens=tokens, fixed=True)
         self.buffer = SimpleNamespace(kept=[], num_tokens=100)
         self.reports = SimpleNamespace(read=lambda most: None)
@@ -86,6 +86,7 @@ class Card:
     def attempt(self) -> bool:
         self.now += self.step_s()
         self.steps += 1
+        self.payoff.delay_s += self.step_s()
         return True
 
     def capture(self, split: int, placement: Placement) -> None:
@@ -174,11 +175,11 @@ def test_steps_that_cannot_be_short_enough_end_the_search(monkeypatch):
 
 def test_the_tuner_sets_the_placement_once_and_restores_the_counters(monkeypatch):
     card = Card(monkeypatch, cost=0.05)
-    card.steps, card.tokens_seen = 7, 700
+    card.steps, card.tokens_seen, card.payoff.delay_s = 7, 700, 0.25
     tuner = OverlapTuner(card, card.decode)
     tuner.tune()
     assert card.overlap in tuner.measured and card.placement is tuner.measured[card.overlap]
-    assert (card.steps, card.tokens_seen) == (7, 700)
+    assert (card.steps, card.tokens_seen, card.payoff.delay_s) == (7, 700, 0.25)
     card.placement = card.overlap = None
     tuner.tune()
     assert card.placement is None and card.overlap is None

@@ -89,12 +89,63 @@ def test_a_small_fall_or_an_expensive_training_lets_it_rest():
     assert len(run(series(*[5.0] * 10, cost_s=2.0), series(*[4.8] * 9))[0]) == 1
 
 
-def test_unknown_accept_lengths_leave_it_training():
-    nothing = [Measured({}, {}, 0.0, 0.04)] * 9
-    assert run(nothing)[0] == []
-    changes, reasons = run(series(*[5.0] * 8), nothing)
+def rollouts(*lengths, start=0, steps=9, passes=1000, seconds=0.3, cost_s=0.04, arm=ARM):
+    """The same with micro-steps, `start` of which were made before; 0 = no learned passes."""
+    return [
+        Measured(
+            {arm: passes} if a else {},
+            {arm: passes * a} if a else {},
+            seconds if a else 0.0,
+            cost_s if steps else 0.0,
+            steps,
+            start + i * steps,
+        )
+        for i, a in enumerate(lengths, 1)
+    ]
+
+
+def test_a_drafter_that_is_never_used_rests_once_it_learns_slowly():
+    changes, (reason,) = run(rollouts(*[0] * 60))
+    ((index, trains),) = changes
+    assert not trains and 15 < index < 25  # 9 micro-steps of 150 let it grow by 1 %
+    assert reason.startswith("training rests")
+    # It trains again once learned arms run.
+    rest = rollouts(*[0] * 20, steps=0)
+    assert len(run(rollouts(*[0] * 30), rest)[0]) == 1
+    changes, reasons = run(rollouts(*[0] * 30), rest, rollouts(*[3.0] * 3, steps=0))
     assert [trains for _, trains in changes] == [False, True]
-    assert reasons[1] == "no learned arm was measured: training goes on"
+    assert reasons[1].startswith("training goes on: the accept length has no comparison at rest")
+
+
+def test_a_few_passes_do_not_stop_a_young_drafter():
+    """The bandit explores its arms now and then, so their accept lengths are noise."""
+    noise = [1.5, 1.1, 1.9, 1.2, 1.0, 1.3, 1.6, 1.1, 1.4]
+    few = {"passes": 8, "seconds": 0.01}
+    assert run(rollouts(*noise, **few))[0] == []
+    assert len(run(rollouts(*noise, start=1500, **few))[0]) == 1
+
+
+@pytest.mark.parametrize("after", [2.0, 0])
+def test_training_resumes_if_the_bandit_dropped_a_drafter_that_became_poor(after):
+    """The few passes that explore it save little; those it made before count."""
+    used = rollouts(*[5.0] * 6, start=1500)
+    dropped = rollouts(*[after] * 6, steps=0, passes=8, seconds=0.004)
+    changes, _ = run(used, dropped)
+    assert [trains for _, trains in changes] == [False, True]
+    assert len(run(rollouts(*[5.0] * 6, start=1500, seconds=0.004), dropped)[0]) == 1
+    # It gets a new drafter's time to recover, although it has made many micro-steps.
+    unused = rollouts(*[0] * 30, start=1600)
+    ((begin, _), (end, trains)) = run(used, dropped, unused)[0][1:]
+    assert not trains and 15 < end - begin < 25
+
+
+def test_an_uneven_growth_is_measured_on_more_rollouts():
+    """2 % a rollout is worth 60 ms; three hard prompts in a row hide it from the last six."""
+    steady = [2.0 * 1.02**i for i in range(12)]
+    hard = [a * (0.93 if i > 8 else 1.0) for i, a in enumerate(steady)]
+    options = {"seconds": 0.3, "cost_s": 0.02}
+    assert run(series(*hard, **options))[0] == []
+    assert decide(True, series(*hard[-6:], **options)).trains is False
 
 
 def test_single_rollouts_decide_nothing():
@@ -162,11 +213,11 @@ def test_a_trainer_at_rest_makes_no_step_and_loads_no_weights():
         done = trainer.steps - before - tail, parts.runner.version - version
         return (tail, *done), reason.partition(":")[0]
 
-    made = [rollout(5.0) for _ in range(2 * WINDOW + 1)]
-    assert [(steps[:2], reason) for steps, reason in made[:-2]] == [((1, 2), "")] * (2 * WINDOW - 1)
-    assert all(steps[2] for steps, _ in made[:-1])
-    assert (made[-2][0][:2], made[-2][1]) == ((1, 0), "training rests")
-    assert made[-1] == ((0, 0, 0), "")
+    assert rollout(5.0)[0][:2] == (1, 2)  # a new drafter trains
+    trainer.steps = trainer.payoff.weighed = 1500
+    (*steps, version), reason = rollout(5.0)
+    assert (steps, reason) == ([1, 0], "training rests") and version
+    assert [rollout(5.0) for _ in range(2 * WINDOW)] == [((0, 0, 0), "")] * 2 * WINDOW
     learned = trainer.step.average.values["fc.weight"]
     assert torch.equal(parts.runner.weights["fc"], learned)  # those of the last tail, too
     assert trainer.metrics()["drafter/rests"] == 1.0
