@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
+import warnings
 from collections.abc import Mapping
 
 from rich import progress
@@ -46,11 +48,19 @@ def step_line(step: int, values: Mapping[str, float], width: int = 0) -> str:
     return kept.replace("\xa0", " ")
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """The run outlives the reader of its output, such as `head`; rich would end it."""
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()  # it prints nothing from now on
+        warnings.warn("standard output is closed: the run goes on without printing", stacklevel=2)
+
+
 class Progress:
     """A progress bar for the command line; a file or pipe gets plain lines and no bar."""
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or _Console(highlight=False)
         self._bar = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),

@@ -1,4 +1,6 @@
 import io
+import subprocess
+import sys
 
 from rich.console import Console
 
@@ -21,3 +23,27 @@ def test_a_step_is_one_line_whatever_its_width():
     assert step_line(4, {}) == "step 4"
     first = {"timing_s/step": 40.0, "timing_s/load": 1.0, "timing_s/warmup": 36.0}
     assert step_line(1, first) == "step 1  s 3.0"  # what came before it is not its own
+
+
+def test_a_run_outlives_the_reader_of_its_output():
+    script = """
+from driver.records.progress import Progress
+with Progress(steps=9) as progress:
+    progress.note("first")
+    input()  # until the reader has gone
+    progress.note("second")
+    progress.step(1, {})
+print("whole")
+raise SystemExit(7)
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe
+    ) as p:
+        assert p.stdout.readline() == b"first\n"
+        p.stdout.close()
+        p.stdin.write(b"\n")
+        p.stdin.close()
+        error = p.stderr.read().decode()
+        assert p.wait() == 7, error
+    assert error.count("standard output is closed: the run goes on without printing") == 1
