@@ -177,6 +177,8 @@ def report(
     last, config = made.last_metrics, made.config
     inputs = run_shape(config, Path(config.model.path))
     predicted, numbers = inputs.footprint(config), inputs.spec.num_parameters
+    if not inputs.spec.tie_word_embeddings:  # its rows are looked up, not multiplied
+        numbers -= inputs.spec.vocab_size * inputs.spec.hidden_size
     update_s = last["timing_s/update_actor"]
     row |= {f"{part}_s": round(last.get(f"timing_s/{part}", 0.0), 3) for part in PARTS}
     row |= {

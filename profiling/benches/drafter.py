@@ -156,7 +156,8 @@ def adaptive(bench: Bench, chosen: argparse.Namespace) -> None:
     if chosen.seconds:
         try:
             jobs = [(arm, drafter_runs.SEED) for arm in known]
-            make_runs(jobs, words, known, chosen.runs, chosen.steps, chosen.seconds)
+            limits = chosen.steps, chosen.seconds
+            make_runs(jobs, words, known, chosen.runs, *limits, commit=bench.commit)
         except SystemExit as error:
             say(f"RL: {error}")  # costs its own rows
     drafter_runs.adaptive_over_frozen(bench, chosen.runs)

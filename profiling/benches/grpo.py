@@ -64,7 +64,8 @@ def run(bench: Bench) -> None:
             raise SystemExit(f"--arms: {arm!r} is not one of {', '.join([*known, *TRAINERS])}")
     jobs = [(arm, seed) for seed in seeds for arm in arms if bench.wanted(arm)]
     if not chosen.merge:
-        make_runs(jobs, words, known, chosen.runs, chosen.steps, chosen.seconds, chosen.vllm)
+        limits = chosen.steps, chosen.seconds
+        make_runs(jobs, words, known, chosen.runs, *limits, chosen.vllm, bench.commit)
     runs = [ArmRun.read(arm, seed, folder_of(chosen.runs, arm, seed)) for arm, seed in jobs]
     found = [run for run in runs if run is not None]
     memory = {
@@ -119,6 +120,7 @@ def merge(
         bench.files["curves"] = curves(runs)
         compared = [ratios["full", seed] for seed in full if seed in off]
         book_full(bench, list(full.values()), compared)
+    bench.sources |= dict.fromkeys(bench.got, bench.rows)  # whose commits may be older
 
 
 def book_full(bench: Bench, full: list[ArmRun], ratios: list[dict[str, float | int]]) -> None:

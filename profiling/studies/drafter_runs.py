@@ -60,7 +60,7 @@ def adaptive_over_frozen(bench: Bench, runs: Path) -> None:
     count = min(len(run.records) for run in arms.values())
     lengths = {arm: _last_mean(run.records[:count]) for arm, run in arms.items()}
     for arm, run in arms.items():
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"commit": run.commit} if run.commit else {}
         if "frozen" in arms:
             more["equal_steps"] = identical_steps(run, arms["frozen"])
         bench.add_row(
@@ -80,6 +80,8 @@ def adaptive_over_frozen(bench: Bench, runs: Path) -> None:
         spent = {arm: _last_gen_s(run.times[:count]) for arm, run in arms.items()}
         fastest = min(spent[arm] for arm in spent if arm != "frozen")
         bench.got["adaptive_over_frozen_time_x"] = round(spent["frozen"] / fastest, 4)
+        rows = bench.rows[-len(arms) :]  # whose commits may be older
+        bench.sources |= dict.fromkeys([t for t in bench.got if t.startswith("adaptive")], rows)
 
 
 def _last_mean(records: Sequence[Mapping[str, Any]]) -> float:

@@ -43,6 +43,7 @@ class ArmRun:
     lengths: list[list[int]]  # of all responses of each step
     heldout: list[float]  # before the first step, after the last
     policy: str = ""  # fingerprint of the warm start's; "" before the run has ended
+    commit: str = ""  # or several, of a run that was resumed; "" = not recorded
 
     @staticmethod
     def read(arm: str, seed: int, folder: Path) -> ArmRun | None:
@@ -54,7 +55,8 @@ class ArmRun:
         rollouts = read_jsonl(folder / "rollouts.jsonl")
         heldout = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
         lengths = [line["lengths"] for line in rollouts]
-        return ArmRun(arm, seed, records, lengths, heldout, warmed_policy(folder))
+        commits = ", ".join(commits_of(folder))
+        return ArmRun(arm, seed, records, lengths, heldout, warmed_policy(folder), commits)
 
     @property
     def times(self) -> list[StepTimes]:
@@ -112,8 +114,8 @@ class ArmRun:
             out |= {"heldout_before": self.heldout[0], "heldout_after": self.heldout[-1]}
         if self.hidden_share is not None:
             out["update_hidden_share"] = round(self.hidden_share, 4)
-        if self.policy:
-            out["policy"] = self.policy
+        own = {"policy": self.policy, "commit": self.commit}
+        out |= {name: value for name, value in own.items() if value}
         passes = sum(record.get("spec/target_passes", 0) for record in self.records)
         accepts = [a for r in self.records if (a := r.get("spec/accept_length")) is not None]
         busy = sum(record.get("drafter/busy_s", 0.0) for record in self.records)
@@ -195,6 +197,17 @@ def curves(runs: Sequence[ArmRun]) -> dict[str, Any]:
 def warmed_policy(folder: Path) -> str:
     """Fingerprint of the policy that a run began with; "" where its summary has none."""
     return _summary(folder).get("warm_start", {}).get("policy", "")
+
+
+def commits_of(folder: Path, added: str = "") -> list[str]:
+    """The commits that a run was made with; one that is `added` is written to the disk."""
+    path = folder.with_name(f"{folder.name}.commits")
+    known = path.read_text(encoding="utf-8").split() if path.exists() else []
+    if added and added not in known:
+        known.append(added)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(known), encoding="utf-8")
+    return known
 
 
 def finished_steps(folder: Path) -> int:

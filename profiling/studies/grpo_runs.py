@@ -10,7 +10,7 @@ from pathlib import Path
 from profiling.peers.vllm import VLLM, environment, lacks_vllm
 from profiling.rig.bench import run_within, say
 from profiling.rig.warm import make_warm_start
-from profiling.studies.grpo_arms import TRAINERS, TRL, TRL_VLLM, finished_steps
+from profiling.studies.grpo_arms import TRAINERS, TRL, TRL_VLLM, commits_of, finished_steps
 
 # The warm start is made once, for all arms and seeds.
 WARMED = ["warmup.keep=false", "warmup.steps=0", "warmup.drafter_steps=0"]
@@ -31,8 +31,12 @@ def make_runs(
     steps: int,
     seconds: float = math.inf,
     vllm: str = "",
+    commit: str = "",
 ) -> None:
-    """Makes all runs, as far as the time allows; finished ones are kept, stopped ones resume."""
+    """Makes all runs, as far as the time allows; finished ones are kept, stopped ones resume.
+
+    The `commit` that is measured is recorded beside each run.
+    """
     deadline = time.monotonic() + seconds
     try:
         warmed = make_warm_start(words, seconds)
@@ -55,8 +59,11 @@ def make_runs(
             command = [sys.executable, "-m", "driver.train", *base, *known[arm], *resume]
         left = deadline - time.monotonic()
         say(f"--- {arm}, seed {seed}" + ("" if left > 0 else ": no time left"))
+        if left <= 0:
+            return
+        commits_of(folder, commit)
         try:
-            if left <= 0 or not ended(command, left):
+            if not ended(command, left):
                 return
         except SystemExit as error:
             if arm not in TRAINERS:

@@ -289,6 +289,21 @@ def test_memory_has_a_prediction(tmp_path):
     assert grpo.memory_of(arm_run("full", [record(1, 1.0, 1.0, 2.0)]), tmp_path) == {}
 
 
+def test_a_run_keeps_the_commits_that_made_it(runs, monkeypatch, tmp_path):
+    """A later merge has another commit."""
+    monkeypatch.setattr(grpo_runs, "make_warm_start", lambda words, seconds: tmp_path)
+    monkeypatch.setattr(grpo_runs, "ended", lambda command, left: True)
+    for commit in ("one", "two", "two"):  # is resumed once
+        grpo_runs.make_runs([("off", 0)], [], {"off": []}, tmp_path, 2, commit=commit)
+    (tmp_path / "off-0").mkdir()
+    (tmp_path / "off-0" / "metrics.jsonl").write_text(json.dumps(record(1, 1.0, 1.0, 2.0)) + "\n")
+    (tmp_path / "off-0" / "rollouts.jsonl").write_text('{"step": 1, "lengths": [1]}\n')
+    run = ArmRun.read("off", 0, tmp_path / "off-0")
+    merged = Bench("grpo", math.nan)
+    grpo.merge(merged, [run], {("off", 0): {}})
+    assert merged.rows[0]["commit"] == "one, two"
+
+
 def test_runs_end_at_the_time_limit(runs):
     bench, result = runs
     assert bench("--arms=off", "--seeds=0", "--steps=9", "--seconds=0").rows == result.rows[:1]
