@@ -13,11 +13,12 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 
 import io
+import warnings
 from collections.abc import Sequence
 
 from rich.console import Console
 
-from .common.errors import UserError, after_error
+from .common.errors import SharedWarning, UserError, after_error
 from .common.stop import Stopped, StopRequest
 from .common.world import World
 from .config.load import Config, load_config
@@ -132,6 +133,8 @@ def main(argv: Sequence[str]) -> None:
     check_warmup(argv, config)
     # Only the first rank prints.
     console = None if World.is_first() else Console(file=io.StringIO())
+    if not World.is_first():
+        warnings.simplefilter("ignore", SharedWarning)
     with Progress(config.run.steps, console=console) as progress:
         run = train(config, progress)
         for line in summary_lines(run) if run.folder is not None else []:

@@ -16,6 +16,10 @@ class UserError(Exception):
         super().__init__(" ".join(message.split()))
 
 
+class SharedWarning(UserWarning):
+    """Its cause is the same on all ranks of a run, so only the first one shows it."""
+
+
 @contextlib.contextmanager
 def library_errors(path: Path) -> Iterator[None]:
     """Turns any exception of a library that reads the file `path` into a UserError."""

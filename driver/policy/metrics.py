@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..common.errors import SharedWarning
 from ..common.world import World
 from ..config.estimators import Baseline
 from ..rollout.request import Response
@@ -32,6 +33,7 @@ def response_metrics(
         warnings.warn(
             f"{clip_ratio:.0%} of the responses were cut at the length limit, so hardly any can "
             "be right: raise sampling.max_new_tokens",
+            SharedWarning,
             stacklevel=3,
         )
     return {
@@ -61,6 +63,7 @@ def warn_of_equal_rewards(
     warnings.warn(
         f"{what} equal rewards, which give no gradient: the task is too hard or too easy for this"
         " policy",
+        SharedWarning,
         stacklevel=3,
     )
 
@@ -97,6 +100,7 @@ def logprob_metrics(
         warnings.warn(
             f"sampling_logp_difference: rollout and trainer log-probs differ by {mean:.3g} in"
             f" the mean (alarm at {alarm}): the engine does not hold the trainer's weights",
+            SharedWarning,
             stacklevel=3,
         )
     return {

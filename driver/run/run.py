@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from tlt_ext.sampling import NOISE_VERSION
 
-from ..common.errors import UserError
+from ..common.errors import SharedWarning, UserError
 from ..common.memory import CARD_MEMORY, memory_metrics
 from ..common.world import World
 from ..config.load import Config
@@ -206,6 +206,7 @@ class Run:
             warnings.warn(
                 f"{share:.0%} of the responses state no answer in the form that task"
                 f" {self.task.name} looks for; show it in the prompt (task.shots) or in a warm-up",
+                SharedWarning,
                 stacklevel=2,
             )
         return {"reward/unanswered_share": share}

@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from driver.common.errors import UserError
+from driver import train
+from driver.common.errors import SharedWarning, UserError
 from driver.common.stop import Stopped, StopRequest
 from driver.common.world import World
 from driver.records.folder import read_jsonl
@@ -260,6 +262,21 @@ def test_a_rank_number_without_a_number_of_ranks_is_ignored(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("RANK", "3")
     assert World.is_first() and World.join("cpu", 1.0).size == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_all_ranks_warn_of_is_shown_by_the_first(monkeypatch, rank):
+    def warn(*of):
+        warnings.warn("the whole run", SharedWarning, stacklevel=1)
+        warnings.warn("this rank", stacklevel=1)
+        raise UserError("done")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(train, "train", warn)
+    with warnings.catch_warnings(record=True) as shown, pytest.raises(UserError, match="done"):
+        train.main(["preset=tiny"])
+    assert [str(w.message) for w in shown] == ["the whole run", "this rank"][rank:]
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch):
