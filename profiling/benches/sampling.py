@@ -3,12 +3,12 @@
 V = 151,936 in bf16, T = 1.
 
 Every case but the levels of a draft, whose logits are just written in a pass, runs on inputs that
-together exceed the L2 several times over. `read_us` is one read of
-the logits by a sum. `noise_x` is a sampled batch over a greedy one, which differ by the noise
-alone. The peers are FlashInfer's samplers, from logits and, for top-p, from probabilities made
-beforehand. Chains are verified by rejection on the rows of `verify_tree` as well; half of the
-drafts are drawn from the target. The peer is FlashInfer's `chain_speculative_sampling`, which takes
-probabilities: with the softmax of the logits that ours includes, and without.
+together exceed the L2 several times over. `read_us` is one read of the logits by a sum. `noise_x`
+is a sampled batch over a greedy one, which differ by the noise alone. The peers are FlashInfer's
+samplers, which take float32, from logits and, for top-p, from probabilities made beforehand. Chains
+are verified by rejection on the rows of `verify_tree` as well; half of the drafts are drawn from
+the target. The peer is FlashInfer's `chain_speculative_sampling`, which takes probabilities: with
+the softmax of the logits that ours includes, and without.
 """
 
 from collections.abc import Callable

@@ -111,13 +111,14 @@ def headlines_table(targets: Sequence[Target]) -> list[str]:
     """The results that the README shows; exact commands are below all targets."""
     by_name = {(target.table, target.name): target for target in targets}
     named = [(text, by_name[table, name]) for text, table, name in HEADLINES]
-    shown = [(text, target) for text, target in named if target.figure]
-    cards = {target.figure.meta["card"] for _, target in shown if target.figure}
+    shown = [(text, target, target.figure) for text, target in named if target.figure]
+    cards = {found.meta["card"] for *_, found in shown}
     head = f"{', '.join(sorted(cards))}; SmolLM2-135M but for the last row"
     out = [f"| {head} | measured | command | commit |", "|---|---|---|---|"]
-    for text, target in shown:
-        command = f"`python -m profiling.bench {target.table}`"
-        out.append(f"| {text} | {figure(target.name, target.got)} | {command} | {target.commit} |")
+    for text, target, found in shown:
+        quick = " --quick" if "--quick" in found.meta["command"] else ""
+        command = f"`python -m profiling.bench {target.table}{quick}`"
+        out.append(f"| {text} | {figure(target.name, found.value)} | {command} | {found.commit} |")
     return out
 
 
