@@ -14,13 +14,14 @@ the plan, which assumes shared temporaries, so `naive` has none.
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from driver.common.host_copies import held_bytes
 from driver.config.strategy import parse_strategies
-from driver.rollout.graphs import PassGraphs
+from driver.rollout.graphs import PassGraphs, nothing
 from driver.rollout.plan import BucketPlan, Cell, GraphCost, draft_bytes, plain_buckets
 from driver.session.parts import Rollout
 from profiling.rig.bench import Bench, run_apart, say
@@ -53,7 +54,9 @@ PREDICTED = ("predicted_over_settled", "predicted_over_measured")  # of all case
 class Unrun(PassGraphs):
     """Graphs that are captured and never launched."""
 
-    def _time(self, cell: Cell) -> float:
+    def burst(
+        self, cell: Cell, limit: int, ends: int = 1, meanwhile: Callable[[], bool] = nothing
+    ) -> float:
         return 0.0
 
 
