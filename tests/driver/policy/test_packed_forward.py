@@ -161,7 +161,7 @@ def test_short_rows_use_the_kernels_of_long_ones():
         out = layer(hidden, attended, output, None, norm, gate_up, down, 1e-5)
         out.sum().backward()
         compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert compiled[0] == compiled[1]
+    assert 0 < compiled[0] == compiled[1]
 
 
 def test_docstring_examples():

@@ -489,6 +489,7 @@ def test_equal_tokens_make_equal_policies_on_a_card(dtype):
         PolicyTrainer(again, Cfg(lr=1e-2)).update(responses, REWARDS)
         states.append([p.detach() for p in again.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    assert not torch.equal(states[0][0].to(dtype), next(model.parameters()))
     found = {}
     with torch.no_grad():
         cpu, exact = make_model(dtype), make_model(dtype).double()

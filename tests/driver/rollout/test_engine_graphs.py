@@ -270,8 +270,9 @@ def test_the_bandit_s_clock_is_the_device_s(looped):
     looped.engine.generate(requests(count=2, new=40, stop=()), record=False)
     step = looped.engine.runner.graphs.step_s
     expected = step[looped.engine.runner.graphs.plan.find(2, OFF)]
+    assert recorder.records
     for _, elapsed, passes in recorder.records:
-        assert elapsed / passes == pytest.approx(expected, rel=1.0)
+        assert expected / 2 <= elapsed / passes <= 2 * expected
 
 
 class Recorder(Choose):
