@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 TARGETS_CARD = "h200"  # the card that the targets are for
 Row = Mapping[str, Any]
+MACHINE = ("card", "driver", "cuda", "torch")  # of `meta`
 CPU = "cpu"  # the table, and the folder of results, that need no card
 QUICK = "quick"
 WHOLE_ONLY = ("tail_host_share",)  # targets that `--quick` leaves cases out of
@@ -123,6 +124,10 @@ def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         last = new["meta"][name]
         both[name] = mark.join([*filter(last.__ne__, old["meta"][name].split(mark)), last])
     notes = [result["meta"]["note"] for result in (old, new) if "note" in result["meta"]]
+    changed = [name for name in MACHINE if old["meta"].get(name) != new["meta"].get(name)]
+    if changed:
+        was = ", ".join(f"{name} {old['meta'].get(name)}" for name in changed)
+        notes.append(f"earlier rows: {was}")
     if notes:
         both["note"] = "; ".join(dict.fromkeys(notes))
     return {"meta": new["meta"] | both, "rows": rows, "targets": targets}

@@ -20,7 +20,7 @@ MARKED = re.compile(
     r"(?P<begin><!-- results: (?P<name>\w+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
 )
 UNITS = {"us": "µs", "ms": "ms", "s": "s", "seconds": "s", "gb": "GB", "points": "points"}
-EQUAL_SHARES = ("identity", "equal", "drafter", "_responses_32k", "_arrivals")
+EQUAL_SHARES = ("identity", "equal", "equal_share", "drafter", "_responses_32k", "_arrivals")
 
 
 @dataclass(frozen=True)

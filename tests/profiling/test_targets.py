@@ -76,6 +76,14 @@ def test_what_is_added_to_a_result_does_not_renew_the_rest(known, monkeypatch):
     assert results.known_targets(known)[0].got == 6.0
 
 
+def test_rows_of_another_torch_are_told_apart_from_those_that_are_added():
+    new = result(date="2026-11-29T09:00")
+    new["meta"]["torch"] = "2.12.0"
+    both = results.joined(result(), new)
+    assert both["meta"]["note"] == "earlier rows: torch 2.11.0"
+    assert "note" not in results.joined(result(), result())["meta"]
+
+
 def test_a_result_of_a_run_that_failed_says_so_in_the_table(known):
     value = result()
     value["meta"]["note"] = "incomplete: b (RuntimeError)"
@@ -184,6 +192,7 @@ def test_a_table_names_card_driver_cuda_torch_and_commit(known):
         ("tiny_run_rss_gb", 0.84, "0.84 GB"),
         ("shared_noise_over_target_only_x", 1.56, "1.56 ×"),
         ("late_arrivals", 1.0, "100 %"),
+        ("vllm_greedy_equal_share", 0.9996, "99.96 %"),
         ("trace_s", 1.39, "1.39 s"),
         ("qwen2_15b_b64_us", 1700.0, "1,700 µs"),
         ("reprefilled_tokens", 0, "0"),
