@@ -382,9 +382,11 @@ def test_commit_path_reports_a_bad_path_before_bad_slots(ops):
 
 
 def test_commit_path_without_requests(ops):
-    case = commit_case([4], [6], [[0]])
+    case = commit_case([4], [6], [[0, 2]])
+    before = {n: case[n].clone() for n in ("k_cache", "v_cache", "features")}
     names = ("path", "num_emitted", "context_len", "block_table", "status")
     ops.commit_path(**case | {n: case[n][:0] for n in names} | {"row_start": ints(0)})
+    assert all(kit.same_bits(case[n], array) for n, array in before.items())
 
 
 @pytest.mark.parametrize(

@@ -151,10 +151,12 @@ def test_bad_rows_are_refused_as_append_kv_refuses_them(ops):
     assert all(fused["status"]) and not fused["q_out"][:4].any()
 
 
-def test_no_rows():
+def test_no_rows(ops):
     case = make_case([3], [2], dtype=torch.float32)
+    before = [case[n].clone() for n in ("k_cache", "v_cache", "status")]
     empty = {"x": case["x"][:0], "q_out": case["q_out"][:0], "position": case["position"][:0]}
-    flat.linear_append(**(case | empty))
+    ops.linear_append(**(case | empty))
+    assert all(map(kit.same_bits, before, (case[n] for n in ("k_cache", "v_cache", "status"))))
 
 
 def test_checks_its_arguments():

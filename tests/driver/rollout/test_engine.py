@@ -333,6 +333,7 @@ def test_recorded_features_are_those_of_a_fresh_forward(policy):
     made.spot.swap()
     made.engine.generate(requests(count=4))
     layers = made.target.feature_layers
+    assert len(taken) == 4
     for tokens, context_len, features in taken:
         assert context_len == len(tokens) - 1
         states = hidden_states(policy, [*layers, policy.config.num_hidden_layers - 1], tokens[:-1])
