@@ -28,6 +28,7 @@ def cpu_bench(monkeypatch):
         b.got |= {"low_us": 2.0, "high_x": 2.9}
 
     module.run = run
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(results, "all_targets", lambda: {"fake": WANTED})
     monkeypatch.setattr(bench.pkgutil, "iter_modules", lambda path: [FAKE])
     monkeypatch.setattr(bench.importlib, "import_module", lambda name: module)

@@ -349,7 +349,8 @@ def test_ids_of_prompts_follow_the_order_of_the_calls(policy):
 
 
 def test_from_pretrained_reads_folders_texts_and_drafters(tmp_path):
-    with Session.from_pretrained("tiny", seed=1, settings=["engine.page_size=8"]) as session:
+    make = {"device": "cpu", "seed": 1, "settings": ["engine.page_size=8"]}
+    with Session.from_pretrained("tiny", **make) as session:
         params = SamplingParams(max_new_tokens=12)
         (response,) = session.generate("12 + 34 = ", params)
         assert isinstance(session.decode(response), str)
