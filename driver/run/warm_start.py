@@ -65,11 +65,11 @@ def warm_folder(config: Config) -> Path:
     parts["drafter"], parts["sampling"] = asdict(config.drafter), asdict(config.sampling)
     if config.tool != ToolConfig():  # other tasks keep the names they had before there were tools
         parts["tool"] = asdict(config.tool)
-    inputs = [make_task(**parts["task"]).fingerprint()]
+    inputs = {"task": make_task(**parts["task"]).fingerprint()}
     if config.model.path != "tiny" and not is_smollm2(config.model.path):
-        inputs.append(folder_fingerprint(model_folder(config.model.path)))
-    if any(inputs):  # generated data and built-in models have none
-        parts["inputs"] = dict(zip(("task", "model"), inputs, strict=False))
+        inputs["model"] = folder_fingerprint(model_folder(config.model.path))
+    if any(inputs.values()):  # generated data and built-in models have none
+        parts["inputs"] = inputs
     key = json.dumps([PROCEDURE, NOISE_VERSION, parts, config.run.seed], sort_keys=True).encode()
     digest = hashlib.blake2b(key, digest_size=4).hexdigest()
     root = user_path(config.run.root)
