@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tlt_ext
 
+from ..common.rows import take_rows
 from ..common.symmetric import SymmetricArrays
 from ..common.tensor_parallel import TensorParallel
 from .exchange import shared_arrays
@@ -160,7 +161,7 @@ class TargetModel(TargetWeights):
         if count > self.max_rows:
             raise ValueError(f"ids: wanted at most max_rows = {self.max_rows} rows, got {count}")
         hidden = stream = self._hidden[:count]
-        torch.index_select(self.embedding, 0, ids, out=hidden)
+        take_rows(self.embedding, ids, hidden)
         features = self._features[:count] if want_features else None
         recorded = (*self.feature_layers, len(self.layers) - 1)  # layer of each part of a feature
         for index, layer in enumerate(self.layers):
@@ -269,7 +270,7 @@ class TargetModel(TargetWeights):
         chosen = hidden
         if logits_rows is not None:
             chosen = self._chosen[: len(logits_rows)]
-            torch.index_select(hidden, 0, logits_rows, out=chosen)
+            take_rows(hidden, logits_rows, chosen)
         if not len(chosen):
             return None
         if len(chosen) > self.max_logits:

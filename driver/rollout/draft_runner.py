@@ -17,6 +17,7 @@ from torch import Tensor
 import tlt_ext
 from tlt_ext.limits import MAX_DEPTH
 
+from ..common.rows import take_rows
 from ..config.strategy import Strategy
 from ..model.drafter import DraftSpec
 from ..model.kv_cache import KvCache
@@ -307,11 +308,11 @@ class DraftRunner:
         new = self._gathered[key]
         q, hidden, rows = self._write(new, batch, batch.context_len, batch.num_new)
         if len(q) <= self.few_rows:
-            return self._attend(q, hidden, rows).index_select(0, new.out.last)
+            return take_rows(self._attend(q, hidden, rows), new.out.last)
         torch.sub(batch.context_len, 1, out=new.committed)
         return self._attend(
-            q.index_select(0, new.out.last),
-            hidden.index_select(0, new.out.last),
+            take_rows(q, new.out.last),
+            take_rows(hidden, new.out.last),
             rows._replace(row_start=new.each, position=new.committed, context_len=new.committed),
         )
 
