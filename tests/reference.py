@@ -382,9 +382,9 @@ def expand_tree(
 ) -> list[int]:
     """One level of one request; nodes are {token, parent, score, depth} and `nodes` grows.
 
-    Returns the next frontier.
+    Returns the next frontier. `frontier` of a single row with `top_k` = 1 is a chain.
     """
-    first_new = len(nodes)
+    first_new, is_chain = len(nodes), len(frontier) == top_k == 1
     for row, parent in enumerate(frontier):
         if parent < 0:
             continue
@@ -406,7 +406,7 @@ def expand_tree(
                 dict(
                     token=ids[usable[j]],
                     parent=parent,
-                    score=nodes[parent]["score"] + probs[j].item(),
+                    score=nodes[parent]["score"] + (0.0 if is_chain else probs[j].item()),
                     depth=depth,
                 )
             )

@@ -36,7 +36,8 @@ def expand_tree(
     Children are the top K of `draft logit / T + noise`. The noise is that of the target for the
     token at that position (T = 0: by logit), so a good draft often contains the token that the
     target samples. Ties go to the lower target id. The score of a child is that of its parent plus
-    its log-softmax over the draft vocabulary.
+    its log-softmax over the draft vocabulary. With F = K = 1, a chain, nothing is ranked, and the
+    score of a child is that of its parent.
 
     Args:
         draft_logits: [B * F, Vd], float32, float16 or bfloat16; row b * F + f belongs to

@@ -143,10 +143,11 @@ struct ChildList {
 };
 
 // Scores a row block by block and keeps the best. Noise is computed only for blocks whose largest
-// logit could still enter the list, unless all scores are needed.
+// logit could still enter the list, unless the log-softmax needs all scores.
 ChildList best_children(const ExpandTreeParams& p, DraftRow& row, bool greedy, const NoiseKey& key,
                         int32_t position) {
   ChildList best(p.top_k);
+  const bool all = p.score_temperature > 0 && !is_chain(p);
   for (int64_t block = 0; block < padded(p.draft_vocab); block += kBlock) {
     const float* scaled = row.scaled.data() + block;
     float* score = row.score.data() + block;
@@ -154,7 +155,7 @@ ChildList best_children(const ExpandTreeParams& p, DraftRow& row, bool greedy, c
     const bool reachable = bound > kNegInf && bound + kMaxNoise >= best.threshold;
     if (greedy) {
       std::copy(scaled, scaled + kBlock, score);
-    } else if (reachable || p.score_temperature > 0) {
+    } else if (reachable || all) {
       add_noise(scaled, row.target_id.data() + block, key, position, score);
     }
     for (int i = 0; reachable && i < kBlock; ++i) {
@@ -198,6 +199,11 @@ void draft_children(const ExpandTreeParams& p, int64_t row_index, DraftRow& row)
       best_children(p, row, greedy, noise_key(p.seed, p.request[b], NoiseDomain::kTarget),
                     p.root_position[b] + nodes.depth[first + parent] + 1);
   if (best.count == 0) return;
+  if (is_chain(p)) {
+    nodes.token[place] = best.child[0].token;
+    nodes.score[place] = nodes.score[first + parent];
+    return;
+  }
   const int64_t n = padded(p.draft_vocab);
   const bool perturbed = p.score_temperature > 0;
   const std::vector<float>& value = perturbed ? row.score : row.scaled;

@@ -106,6 +106,12 @@ __device__ __forceinline__ uint32_t load_from_l2(const int32_t* from) {
   return word;
 }
 
+// Columns of a row that are read.
+__device__ __forceinline__ int32_t num_columns(const ExpandTreeParams& p) {
+  return static_cast<int32_t>(p.d2t != nullptr || p.draft_vocab < p.vocab_size ? p.draft_vocab
+                                                                               : p.vocab_size);
+}
+
 // The ids of a lane in a tile, in registers.
 template <typename T, int kTileIds>
 class DraftTile {
@@ -228,8 +234,9 @@ class NoisyTile : public DraftTile<T, kTileIds> {
 
   // Passes candidates to the list; `exact`: values are scores. Logarithms are computed only for ids
   // whose largest possible variate would suffice. Called by whole warps.
+  template <typename List>
   __device__ __forceinline__ void offer(const ExpandTreeParams& p, bool exact, int32_t first,
-                                        WarpList& list) const {
+                                        List& list) const {
     float upper[kTileIds], lower_bound = largest_;
 #pragma unroll
     for (int i = 0; i < kTileIds; ++i) upper[i] = value_[i];

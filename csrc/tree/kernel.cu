@@ -14,10 +14,13 @@
 // If the requests fill the card, so that no noise is hidden by the wait, only ids that may be among
 // the best get their noise (lazy.cuh).
 //
+// A chain, one row and one child, is a kernel of its own (chain.cuh).
+//
 // Reads B * F * draft_vocab logits once from memory, and once more from cache if a warp has more
 // than one tile (the largest value must be known before the weights). Limits: K <= 128, 256 drafter
 // slots, kMaxChildren.
 #include "common/mma.cuh"
+#include "tree/chain.cuh"
 #include "tree/children.cuh"
 #include "tree/frontier.cuh"
 #include "tree/lazy.cuh"
@@ -30,15 +33,16 @@ namespace {
 // are better: a warp finishes sooner, and a block fits beside those of another kernel.
 struct LargeBlock {
   static constexpr int kWarps = 16, kIds = kGroup, kMemory = 0;  // words of a warp's tile
+  static constexpr int kResident = 1;                            // blocks of a multiprocessor
   static constexpr bool kLazy = false;
 };
 struct SmallBlock {
-  static constexpr int kWarps = 8, kIds = 4, kMemory = 0;
+  static constexpr int kWarps = 8, kIds = 4, kMemory = 0, kResident = 2;
   static constexpr bool kLazy = false;
 };
 // Draws the noise of few ids. Faster where little of it is hidden by the wait.
 struct LazyBlock {
-  static constexpr int kWarps = 16, kIds = kGroup, kMemory = kTileWords;
+  static constexpr int kWarps = 16, kIds = kGroup, kMemory = kTileWords, kResident = 1;
   static constexpr bool kLazy = true;
 };
 static_assert(LargeBlock::kWarps * kMostBlocks <= kMostWarps);
@@ -71,7 +75,7 @@ class FrontierAncestors {
 };
 
 template <typename T, typename Size>
-__global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / Size::kWarps)
+__global__ void __launch_bounds__(Size::kWarps* kWarpSize, Size::kResident)
     expand_kernel(const __grid_constant__ ExpandTreeParams p) {
   extern __shared__ Candidate memory[];
   __shared__ Shared shared;
@@ -87,8 +91,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
   const int64_t b = cluster.item();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int cluster_warp = cluster.rank() * kWarps + warp;
-  const int32_t columns = static_cast<int32_t>(
-      p.d2t != nullptr || p.draft_vocab < p.vocab_size ? p.draft_vocab : p.vocab_size);
+  const int32_t columns = num_columns(p);
   const bool perturbed = !Size::kLazy && p.score_temperature > 0.0f;
   const float inverse = perturbed ? __fdiv_rn(1.0f, p.score_temperature) : 1.0f;
   // The list of a warp of the cluster.
@@ -103,7 +106,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, LargeBlock::kWarps / 
     const int mine = cluster_warp % assignment.rows, slice = cluster_warp / assignment.rows;
     const bool has_slice = slice < assignment.slices;
     const RowData<T> data(p.draft_logits, p.logits_stride, b * rows + wave + mine, columns);
-    using Tile = std::conditional_t<Size::kLazy, LazyTile<T, kIds>, NoisyTile<T, kIds>>;
+    using Tile = TileOf<T, Size>;
     const int32_t step = assignment.slices * Tile::kTile, begin = slice * Tile::kTile + lane * kIds;
     const int32_t end = has_slice ? columns + lane * kIds : 0;  // the same for all lanes of a tile
     Tile tile(tile_words + warp * Size::kMemory);
@@ -229,14 +232,21 @@ int64_t tiles_of(const ExpandTreeParams& p) {
   return ceil_div(p.draft_vocab, kTile);
 }
 
+template <typename T, typename Size>
+auto* kernel_of(const ExpandTreeParams& p) {
+  return is_chain(p) ? chain_kernel<T, Size> : expand_kernel<T, Size>;
+}
+
 // As many blocks per request as have work and as run concurrently.
 template <typename T, typename Size>
 ClusterShape expand_shape(const char* op, const ExpandTreeParams& p) {
-  const auto kernel = expand_kernel<T, Size>;
+  const auto kernel = kernel_of<T, Size>(p);
   const auto shape_of = [&](unsigned cluster) -> ClusterShape {
     const Layout layout(static_cast<int>(cluster), Size::kWarps, Size::kMemory,
                         static_cast<int>(p.frontier_rows), static_cast<int>(p.top_k));
-    return {p.num_requests, Size::kWarps * kWarpSize, layout.bytes(), cluster, true};
+    const int tiles = Size::kWarps * Size::kMemory * static_cast<int>(sizeof(uint32_t));
+    return {p.num_requests, Size::kWarps * kWarpSize, is_chain(p) ? tiles : layout.bytes(), cluster,
+            true};
   };
   const int64_t slices = std::min<int64_t>(tiles_of<T, Size>(p), kMaxSlices);
   const int64_t warps = std::min<int64_t>(p.frontier_rows, kWave) * slices;
@@ -263,7 +273,7 @@ void expand_tree_cuda(const ExpandTreeParams& p, int device, uintptr_t stream) {
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     const auto launch = [&](auto size, const ClusterShape& shape) {
-      launch_cluster_per_item(op, expand_kernel<T, decltype(size)>, shape, as_stream(stream), p);
+      launch_cluster_per_item(op, kernel_of<T, decltype(size)>(p), shape, as_stream(stream), p);
     };
     const auto one_tile_a_warp = [&](auto size, const ClusterShape& shape) {
       using Size = decltype(size);
@@ -274,9 +284,10 @@ void expand_tree_cuda(const ExpandTreeParams& p, int device, uintptr_t stream) {
     if (one_tile_a_warp(SmallBlock{}, small)) return launch(SmallBlock{}, small);
     const ClusterShape large = expand_shape<T, LargeBlock>(op, p);
     // The noise of a level is hidden if its blocks run beside those of the level before.
-    const bool hidden = large.cluster > 1 && max_active_clusters(op, expand_kernel<T, LargeBlock>,
+    const bool hidden = large.cluster > 1 && max_active_clusters(op, kernel_of<T, LargeBlock>(p),
                                                                  large) >= 2 * p.num_requests;
-    if (hidden || one_tile_a_warp(LargeBlock{}, large) || p.score_temperature > 0.0f) {
+    const bool perturbed = p.score_temperature > 0.0f && !is_chain(p);  // needs all noise
+    if (hidden || one_tile_a_warp(LargeBlock{}, large) || perturbed) {
       return launch(LargeBlock{}, large);
     }
     launch(LazyBlock{}, expand_shape<T, LazyBlock>(op, p));

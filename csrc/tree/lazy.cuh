@@ -62,7 +62,8 @@ class LazyTile : public DraftTile<T, kTileIds> {
   }
 
   // Passes candidates to the list, all of them with the `last` tile. Called by whole warps.
-  __device__ __forceinline__ void offer(const Draw& draw, bool greedy, bool last, WarpList& list) {
+  template <typename List>
+  __device__ __forceinline__ void offer(const Draw& draw, bool greedy, bool last, List& list) {
     float upper[kTileIds];
 #pragma unroll
     for (int i = 0; i < kTileIds; ++i) {
@@ -109,8 +110,9 @@ class LazyTile : public DraftTile<T, kTileIds> {
 
  private:
   // Scores the ids that were queued last, one a lane, and returns the lane's score.
+  template <typename List>
   __device__ __forceinline__ float score_queued(const Draw& draw, bool greedy, float threshold,
-                                                WarpList& list) {
+                                                List& list) {
     __syncwarp();
     const int count = min(num_queued_, kWarpSize), lane = threadIdx.x % kWarpSize;
     num_queued_ -= count;
@@ -197,5 +199,8 @@ class LazyTile : public DraftTile<T, kTileIds> {
   int num_queued_ = 0;
   float reached_ = kNegInf;  // by an id of this lane
 };
+
+template <typename T, typename Size>
+using TileOf = std::conditional_t<Size::kLazy, LazyTile<T, Size::kIds>, NoisyTile<T, Size::kIds>>;
 
 }  // namespace tlt

@@ -43,6 +43,9 @@ struct ExpandTreeParams {
   DType dtype;
 };
 
+// Whether nothing is ranked by score: one frontier row, one child.
+inline bool is_chain(const ExpandTreeParams& p) { return p.frontier_rows == 1 && p.top_k == 1; }
+
 struct SelectNodesParams {
   NodeStore nodes;                       // read only
   const int32_t* root_position;          // [B]

@@ -191,6 +191,12 @@ def test_paths_of_many_requests_have_the_tokens_of_the_cpu(monkeypatch, vocab):
         (2500, 4, 70, "sorted"),
         (2500, 4, 70, ""),
         (1500, 40, 70, "sorted"),  # and several waves of rows
+        (999, 1, 3, "scattered"),  # chains
+        (16384, 1, 1, "sorted"),
+        (16384, 1, 20, "sorted"),
+        (2500, 1, 70, ""),
+        (2500, 1, 70, "sorted"),
+        (40000, 1, 70, "scattered"),
     ],
 )
 def test_trees_have_the_bits_of_the_cpu(

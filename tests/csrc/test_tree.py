@@ -203,6 +203,54 @@ def test_rows_where_every_id_has_a_chance(top_k, temperature):
     assert_same_nodes(store.nodes(), wanted)
 
 
+@pytest.mark.parametrize(
+    ("draft_vocab", "batch", "reduced"),
+    [
+        (1, 1, ""),
+        (1000, 3, "scattered"),
+        (16384, 1, "sorted"),
+        (2500, 70, "sorted"),
+        (9000, 40, ""),
+    ],
+)
+@pytest.mark.parametrize("score_temperature", [0.0, 1.0])
+def test_a_chain_takes_the_first_child_of_a_tree(draft_vocab, batch, reduced, score_temperature):
+    """One row and one child: the score is the parent's. Broken and greedy rows are among them."""
+    d2t = None
+    if reduced:
+        d2t = torch.randperm(2 * draft_vocab, generator=kit.generator(2))[:draft_vocab].int()
+        d2t[draft_vocab // 3] = 2 * draft_vocab  # no token
+    if reduced == "sorted":
+        d2t = d2t.sort().values
+    logits = 2 * kit.randn(batch, draft_vocab, seed=batch)
+    logits[::3, 1::5] = math.nan
+    logits[1::5] = -math.inf
+    stores = []
+    for top_k in (1, 2):
+        store = Store(batch, 8, top_k)
+        store.temperature[::4] = 0.0
+        for b in range(batch):
+            store.fill(b, [(5, 0, -0.5), (6, 1, -1.5)])
+        store.count[2::7] = 8  # no room
+        store.frontier.fill_(2)
+        store.frontier[3::11] = -1
+        store.ancestors = torch.arange(16 * batch).to(torch.uint8).view(batch, 1, 16)
+        store.slot_base = 7
+        options = {"d2t": d2t, "vocab_size": (1 + bool(reduced)) * draft_vocab}
+        store.expand(logits, score_temperature=score_temperature, **options)
+        stores.append(store)
+    chain, tree = stores
+    kept = tree.count.clamp(max=4).where(tree.count < 8, 8)
+    found = kept == 4
+    assert torch.equal(chain.count, kept) and found.any() and torch.equal(chain.status, tree.status)
+    for name in ("token", "parent", "depth"):
+        assert torch.equal(getattr(chain, name)[:, :4], getattr(tree, name)[:, :4])
+    assert (chain.score[found, 3] == -1.5).all() and chain.score[~found, 3].isnan().all()
+    assert torch.equal(chain.frontier[:, 0], torch.where(found, 3, -1))
+    assert torch.equal(chain.row, tree.row[:, :1])
+    assert torch.equal(chain.ancestors, tree.ancestors[:, :1])
+
+
 @pytest.mark.parametrize("rows", [9, 40])
 def test_more_frontier_rows_than_one_wave_takes(rows):
     """A level's nodes are those of each of its rows alone, whatever else is expanded beside it."""
