@@ -158,7 +158,10 @@ class DraftRunner:
         return written if late or any(stale) else None
 
     def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
-        return self.draft(batch, strategy, store).select(batch.context_len)
+        nodes = self.draft(batch, strategy, store)
+        # All nodes of a chain are verified, so none is selected, and scores are not read.
+        rows_of = nodes.chain if strategy.is_chain else nodes.select
+        return rows_of(batch.context_len)
 
     def draft(
         self,

@@ -1,6 +1,7 @@
 """Proposers of draft trees other than the drafter: n-grams, both combined, and an oracle."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -8,7 +9,6 @@ import torch
 from torch import Tensor
 
 import tlt_ext
-from tlt_ext.limits import MAX_DEPTH
 
 from ..config.strategy import HYBRID, LEARNED, NGRAM, REJECTION, SHARED, Kind, Strategy
 from .draft_runner import DraftRunner
@@ -123,22 +123,13 @@ class ChainProposer(DrafterProposer):
     (`csrc/common/noise.h`), so a draft says nothing about the decision on it.
     """
 
-    def __init__(self, runner: DraftRunner) -> None:
-        super().__init__(runner)
-        self._links: dict[tuple[int, Strategy], Links] = {}
-
     def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
-        key = len(batch), strategy
-        if key not in self._links:
-            assert strategy.is_chain  # `EngineConfig` lists no others
-            self._links[key] = Links(len(batch), strategy.num_verify, batch.slot.device)
-        links, logits = self._links[key], list[Tensor]()
+        assert strategy.is_chain  # `EngineConfig` lists no others
+        logits = list[Tensor]()
         nodes = self.runner.draft(batch, strategy, store, keep_logits=logits)
-        # An id of -1 or of an earlier pass where a NaN ended the draft: its probability is NaN.
-        tokens = nodes.token[:, : strategy.num_verify].clamp_min(0).flatten()
-        position = (batch.context_len[:, None] + links.depth).flatten()
         probs = self._probs(torch.stack(logits, 1), batch.draft_temperature)
-        return Tree(tokens, links.parents, position, links.ancestors, links.row_start, probs)
+        # Where a NaN ended the draft, the probability of the next id is NaN.
+        return replace(nodes.chain(batch.context_len), draft_probs=probs)
 
     def _probs(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Distributions [B * (depth + 1), V] of drafts with logits [B, depth, draft_vocab]."""
@@ -148,18 +139,6 @@ class ChainProposer(DrafterProposer):
         probs = logits.new_zeros(batch, depth + 1, self.runner.target.spec.vocab_size)
         probs[:, :depth].index_copy_(2, self.runner.d2t.long(), logits.softmax(-1))
         return probs.flatten(0, 1)
-
-
-class Links:
-    """The constant arrays of chains: one of `rows` rows for each request."""
-
-    def __init__(self, batch: int, rows: int, device: torch.device) -> None:
-        self.depth = torch.arange(rows, dtype=torch.int32, device=device)
-        self.parents = (self.depth - 1).repeat(batch)
-        self.row_start = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
-        level = torch.arange(MAX_DEPTH, device=device)
-        ancestors = torch.where(level < self.depth[:, None], level, 0).to(torch.uint8)
-        self.ancestors = ancestors.repeat(batch, 1)
 
 
 class OracleProposer(Proposer):

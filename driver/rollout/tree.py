@@ -38,6 +38,18 @@ class Tree:
         return Tree(tokens, parents, position, ancestors, row_start)
 
 
+class Links:
+    """The constant arrays of chains: one of `rows` rows for each request."""
+
+    def __init__(self, batch: int, rows: int, device: torch.device) -> None:
+        self.depth = torch.arange(rows, dtype=torch.int32, device=device)
+        self.parents = (self.depth - 1).repeat(batch)
+        self.row_start = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
+        level = torch.arange(MAX_DEPTH, device=device)
+        ancestors = torch.where(level < self.depth[:, None], level, 0).to(torch.uint8)
+        self.ancestors = ancestors.repeat(batch, 1)
+
+
 class NodeStore:
     """All drafted nodes of a batch, static, and the tree of `num_verify` rows among them."""
 
@@ -59,11 +71,27 @@ class NodeStore:
             batch * num_verify, MAX_DEPTH, dtype=torch.uint8, device=device
         )
         self._row_start = ints(batch + 1)
+        self._chain_position = ints(batch, num_verify)
+        self._links: Links | None = None  # made at the first use
 
     def begin(self, roots: Tensor) -> None:
         """Drops all nodes except the roots, int32 [B], whose other fields never change."""
         self.token[:, 0].copy_(roots)
         self.count.fill_(1)
+
+    def chain(self, root_position: Tensor) -> Tree:
+        """Of stores that hold one chain each of at most `num_verify` nodes: all of them.
+
+        A draft that ended early is followed by ids of an earlier pass. They are valid drafts.
+        """
+        if self._links is None:
+            self._links = Links(len(self.token), self.num_verify, self.token.device)
+        links, tokens = self._links, self.token
+        if tokens.device.type == "cpu":  # -1 ends a draft there
+            tokens = tokens.clamp_min(0)
+        position = torch.add(root_position[:, None], links.depth, out=self._chain_position)
+        rows = tokens.flatten(), links.parents, position.flatten()
+        return Tree(*rows, links.ancestors, links.row_start)
 
     def select(self, root_position: Tensor) -> Tree:
         """The roots, at int32 [B], and the `num_verify - 1` best connected nodes of each."""
