@@ -4,11 +4,15 @@
 // barrier, and its first warp links it. Of the rest expand_kernel's comment holds.
 #pragma once
 
-#include "tree/children.cuh"
+#include "common/rows.cuh"
 #include "tree/frontier.cuh"
 #include "tree/lazy.cuh"
 
 namespace tlt {
+
+// Of a row. More than a tree's, since a warp's part is one word: with one request all
+// multiprocessors share the work, and small blocks begin beside those of the kernel before.
+constexpr int kChainSlices = 256;
 
 // The best candidate of a warp, with the interface of WarpList.
 class WarpBest {
@@ -55,7 +59,7 @@ template <typename T, typename Size>
 __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Size::kResident)
     chain_kernel(const __grid_constant__ ExpandTreeParams p) {
   extern __shared__ uint32_t tile_words[];
-  __shared__ uint64_t best[kMaxSlices];  // of each warp; in the first block
+  __shared__ uint64_t best[kChainSlices];  // of each warp; in the first block
   constexpr int kWarps = Size::kWarps, kIds = Size::kIds;
   using Tile = TileOf<T, Size>;
   Cluster<kWarps * kWarpSize> cluster;
@@ -63,7 +67,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Size::kResident)
   const int64_t b = cluster.item();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int slice = cluster.rank() * kWarps + warp;
-  const int slices = min(kMaxSlices, cluster.size() * kWarps);
+  const int slices = min(kChainSlices, cluster.size() * kWarps);
   const int32_t columns = num_columns(p);
   const RowData<T> data(p.draft_logits, p.logits_stride, b, columns);
   const int32_t step = slices * Tile::kTile, begin = slice * Tile::kTile + lane * kIds;

@@ -248,7 +248,8 @@ ClusterShape expand_shape(const char* op, const ExpandTreeParams& p) {
     return {p.num_requests, Size::kWarps * kWarpSize, is_chain(p) ? tiles : layout.bytes(), cluster,
             true};
   };
-  const int64_t slices = std::min<int64_t>(tiles_of<T, Size>(p), kMaxSlices);
+  const int64_t slices =
+      std::min<int64_t>(tiles_of<T, Size>(p), is_chain(p) ? kChainSlices : kMaxSlices);
   const int64_t warps = std::min<int64_t>(p.frontier_rows, kWave) * slices;
   unsigned cluster = 1;
   if (has_hopper_code(op, kernel)) {
