@@ -20,8 +20,15 @@ __device__ inline bool has_room(const ExpandTreeParams& p, int64_t count) {
   return count >= 1 && count + p.frontier_rows * p.top_k <= p.nodes.capacity;
 }
 
+// The fields of a node that is probably the parent, read before the parent is known.
+struct ExpectedParent {
+  int32_t node = -1, depth = 0;
+  float score = 0.0f;
+};
+
 __device__ inline FrontierRow frontier_row(const ExpandTreeParams& p, int64_t b, int64_t f,
-                                           int32_t parent, int32_t count) {
+                                           int32_t parent, int32_t count,
+                                           const ExpectedParent& expected = {}) {
   FrontierRow row{b * p.frontier_rows + f, parent, 0, 0.0f, false, kStatusOk};
   if (parent < 0) return row;
   row.status = kStatusBadLength;
@@ -29,8 +36,8 @@ __device__ inline FrontierRow frontier_row(const ExpandTreeParams& p, int64_t b,
   row.status = kStatusBadTree;
   if (parent >= count) return row;
   const int64_t at = b * p.nodes.capacity + parent;
-  row.depth = p.nodes.depth[at];
-  row.parent_score = p.nodes.score[at];
+  row.depth = parent == expected.node ? expected.depth : p.nodes.depth[at];
+  row.parent_score = parent == expected.node ? expected.score : p.nodes.score[at];
   if (row.depth < 0 || row.depth >= kMaxDepth || isnan(row.parent_score)) return row;
   row.status = kStatusOk;
   row.active = true;
@@ -63,14 +70,18 @@ class FrontierWords {
   uint32_t word_;
 };
 
-// The noise key that a level expects: the depth follows from its drafter slots.
+// The depth of the frontier that a level expects: it follows from its drafter slots.
+__device__ __forceinline__ int32_t expected_depth(const ExpandTreeParams& p) {
+  if (p.frontier_ancestors == nullptr) return 0;
+  return 1 + static_cast<int32_t>(p.slot_base) / max(static_cast<int32_t>(p.frontier_rows), 1);
+}
+
+// The noise key that a level expects.
 __device__ __forceinline__ Draw expected_draw(const ExpandTreeParams& p, int64_t b) {
   const volatile int64_t* const request = p.request + b;
   const volatile int32_t* const root_position = p.root_position + b;
-  const int64_t depth =
-      p.frontier_ancestors == nullptr ? 0 : 1 + p.slot_base / max(p.frontier_rows, int64_t{1});
   return {p.round_keys, noise_key(p.seed, *request, NoiseDomain::kTarget),
-          *root_position + static_cast<int32_t>(depth) + 1};
+          *root_position + expected_depth(p) + 1};
 }
 
 }  // namespace tlt
