@@ -24,6 +24,7 @@ class CheckpointWriter:
         self._copies = HostCopies()
         self._thread = ThreadPoolExecutor(1, "checkpoint")  # completes a write before the exit
         self._written: Future[None] | None = None
+        self._allocated: Future[None] | None = None
 
     @property
     def busy(self) -> bool:
@@ -31,16 +32,8 @@ class CheckpointWriter:
 
     def prepare(self, state: Any) -> None:
         """Allocates memory for copies of a state, in the thread; to pin a GB takes .15 s."""
-        if not self._can_copy(state):
-            return
-        before = self._written
-
-        def work() -> None:
-            if before is not None:
-                before.result()
-            self._copies.prepare(state)
-
-        self._written = self._thread.submit(work)
+        if self._can_copy(state):
+            self._allocated = self._thread.submit(self._copies.prepare, state)
 
     def save(self, write: Callable[[Any], object], state: Any) -> None:
         """Starts `write(state)`, in the thread with a copy; raises the last write's error."""
@@ -48,6 +41,8 @@ class CheckpointWriter:
         if not self._can_copy(state):
             write(state)
             return
+        if self._allocated is not None:
+            self._allocated.result()
         copy, wait = self._copies.take(state)
 
         def work() -> None:

@@ -57,10 +57,11 @@ def test_the_state_at_the_save_is_written_without_waiting(tmp_path):
 
 
 def test_memory_for_the_copies_is_taken_in_the_thread(monkeypatch):
-    """`prepare` is called with a part of the state first."""
-    calls, prepare = [], HostCopies.prepare
+    """`prepare` is called with a part of the state first. Only a save waits for it."""
+    calls, prepare, go = [], HostCopies.prepare, threading.Event()
 
     def noted(self, state):
+        assert go.wait(30)
         calls.append(threading.current_thread())
         prepare(self, state)
 
@@ -70,21 +71,29 @@ def test_memory_for_the_copies_is_taken_in_the_thread(monkeypatch):
     writer.prepare({"trainer": live["trainer"]})
     writer.prepare(live)
     writer.collect()
-    rooms = {room.data_ptr() for room in writer._copies.room.values()}
+    assert not writer.busy and not calls
+    threading.Timer(0.2, go.set).start()
     writer.save(written.append, live)
     writer.collect()
+    rooms = {room.data_ptr() for room in writer._copies.room.values()}
     assert len(calls) == 2 and threading.current_thread() not in calls
     assert rooms and {t.data_ptr() for t in tensors(written[0])} == rooms
     CheckpointWriter(threaded=False).prepare(live)
     assert len(calls) == 2
 
 
-def test_an_error_of_a_write_is_raised_after_memory_was_taken():
+def test_errors_of_a_write_and_of_an_allocation_are_raised(monkeypatch):
+    """The latter by the next save."""
     writer = CheckpointWriter(threaded=True)
     writer.save(lambda state: 1 / 0, states(1))
     writer.prepare(states(1))
     with pytest.raises(ZeroDivisionError):
         writer.collect()
+    monkeypatch.setattr(HostCopies, "prepare", lambda *_: exec("raise MemoryError"))
+    writer.prepare(states(1))
+    writer.collect()
+    with pytest.raises(MemoryError):
+        writer.save(print, states(1))
 
 
 def tensors(state):
