@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from ..rollout.stats import RolloutStats
@@ -13,7 +13,6 @@ from ..rollout.stats import RolloutStats
 WINDOW = 3  # rollouts at least whose mean is compared: prompts change the accept length by 2 to 4 %
 PAYBACK = 10  # rollouts in which training must save its cost: then the policy has changed
 LEARNS = 0.01  # growth of the accept length in a rollout from which on training always continues
-FALLS = 0.03  # fall at rest that starts training; a smaller one is often due to the prompts
 
 
 @dataclass(frozen=True)
@@ -61,20 +60,29 @@ def change(before: Sequence[Measured], after: Sequence[Measured]) -> float | Non
     return total / sum(weights.values())
 
 
+def error(before: Sequence[Measured], after: Sequence[Measured]) -> float:
+    """Standard error of `change`, from its spread over single rollouts."""
+    windows = [[change(before, [m]) for m in window] for window in (before, after)]
+    known = [[x for x in window if x is not None] for window in windows]
+    return math.hypot(*(stdev(window) / math.sqrt(len(window)) for window in known if window[1:]))
+
+
 def decide(trains: bool, history: Sequence[Measured]) -> Decision:
     """Compares what training brings in the coming rollouts with what it costs.
 
     If the accept length is higher by x %, about x % of the passes' seconds are saved in each of the
     next `PAYBACK` rollouts. While the drafter trains, x is the growth from window to window, or the
     expected growth if that is higher: few passes measure little. While training pauses, x is the
-    loss since the last window with training. If no arm ran in both windows, x is the expected
-    growth or, at rest, `FALLS`. `history` has the rollouts since training began, or the last
-    `WINDOW` with training and those since.
+    loss since the first rollouts of `history`; one within two standard errors is due to prompts.
+    Training that resumes lasts `2 * WINDOW` rollouts at least, so it must save the cost of them
+    all. If no arm ran in both windows, x is the expected growth or, at rest, `LEARNS` for each of
+    them. `history` has the rollouts since training began, or the last `2 * WINDOW` before it paused
+    and those since.
     """
     if len(history) < 2 * WINDOW:
         return Decision(trains)
     # Twice as many rollouts measure a growth three times as well.
-    size = min(len(history) // 2, 2 * WINDOW) if trains else WINDOW
+    size = min(len(history) // 2, 2 * WINDOW)
     before = history[-2 * size : -size] if trains else history[:size]
     after = history[-size:]
     moved, last = change(before, after), history[-1]
@@ -86,17 +94,20 @@ def decide(trains: bool, history: Sequence[Measured]) -> Decision:
     else:
         # A drafter that has become poor hardly runs: what it saved before counts.
         seconds, costly = max(seconds, fmean(m.seconds for m in before)), before
-        rate = FALLS if moved is None else max(0.0, -moved)
+        rate = 2 * WINDOW * LEARNS
+        if moved is not None:
+            rate = -moved if -moved > 2 * error(before, after) else 0.0
     cost_s = fmean(m.cost_s for m in [m for m in costly if m.steps] or costly)
+    cost_s *= 1 if trains else 2 * WINDOW
     worth_s = PAYBACK * rate * seconds
     numbers = (
         f"worth {1e3 * worth_s:.0f} ms in {PAYBACK} rollouts; training costs {1e3 * cost_s:.0f} ms"
-        " a rollout"
+        f" {'a rollout' if trains else f'in {2 * WINDOW}'}"
     )
     if trains and worth_s < cost_s and rate < LEARNS:
         reason = f"training rests: the accept length grows {rate:.1%} a rollout, {numbers}"
         return Decision(False, reason)
-    if not trains and worth_s >= cost_s and rate >= FALLS:
+    if not trains and worth_s > cost_s:
         fell = "has no comparison" if moved is None else f"fell {rate:.1%}"
         reason = f"training goes on: the accept length {fell} at rest, {numbers}"
         return Decision(True, reason)
@@ -141,7 +152,7 @@ class Payoff:
         decision = at_first(measured) if early else decide(self.trains, self._history)
         if decision.trains != self.trains:
             self.trains, self._changed = decision.trains, True
-            self._history = [] if self.trains else self._history[-WINDOW:]
+            self._history = [] if self.trains else self._history[-2 * WINDOW :]
         return decision.reason
 
 

@@ -96,9 +96,8 @@ class SpotTrainer(RolloutObserver):
         if self.bin.fixed and self.config.mode != "off" and self.steps:
             self.step.capture(0, None)  # there are no documents of an earlier policy yet
 
-    @delays
     def on_finish(self, request: RunningRequest) -> None:
-        """Copies the features of a finished request out of the cache."""
+        """Copies the features of a finished request out of the cache, while the next burst runs."""
         if self.config.mode == "off" or not self.payoff.trains:
             return
         window = self.buffer.window(request.context_len + 1, request.request.id)
@@ -145,13 +144,14 @@ class SpotTrainer(RolloutObserver):
         self._in_flight = max(IN_FLIGHT, self.config.final_steps)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-            begun = self._stream.record_event(torch.cuda.Event(enable_timing=True))
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for _ in range(self.config.final_steps):
                 if not self.attempt():
                     break
-        if self._stream is not None:
-            self._final = begun, self._stream.record_event(torch.cuda.Event(enable_timing=True))
+        if self._stream is not None:  # what follows starts now
+            streams = torch.cuda.current_stream(), self._stream
+            events = [s.record_event(torch.cuda.Event(enable_timing=True)) for s in streams]
+            self._final = events[0], events[1]
 
     @delays
     def end_final_steps(self) -> None:
@@ -159,7 +159,7 @@ class SpotTrainer(RolloutObserver):
         self._wait()
         if self._final is not None:  # they delayed the update by their time at most
             self._final[1].synchronize()
-            self.payoff.delay_s += 1e-3 * self._final[0].elapsed_time(self._final[1])
+            self.payoff.delay_s += max(0.0, 1e-3 * self._final[0].elapsed_time(self._final[1]))
             self._final = None
         self._in_flight = IN_FLIGHT
         self.stop()
@@ -255,7 +255,9 @@ class SpotTrainer(RolloutObserver):
         if reduce is None:
             assert loaded is not None
             if placement is None:
+                captures = time.perf_counter()
                 self.step.capture(loaded[0], None)
+                self.payoff.delay_s -= time.perf_counter() - captures  # once in a run
             self.step.run(*loaded, placement)
         else:
             batch = self.bin.batch(*loaded, self.teachers) if loaded else None
