@@ -198,6 +198,8 @@ def test_paths_of_many_requests_have_the_tokens_of_the_cpu(monkeypatch, vocab):
         (2500, 1, 70, "sorted"),
         (40000, 1, 70, "scattered"),
         (49152, 1, 2, "scattered"),
+        (70000, 1, 1, "sorted"),  # several tiles a warp, all with noise
+        (80000, 1, 1, ""),
     ],
 )
 def test_trees_have_the_bits_of_the_cpu(

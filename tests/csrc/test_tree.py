@@ -22,7 +22,7 @@ class Store:
 
     def __init__(self, batch=1, capacity=64, top_k=2, temperature=1.0, position=10):
         self.batch, self.capacity, self.top_k = batch, capacity, top_k
-        self.token = torch.full((batch, capacity), -7, dtype=torch.int32)
+        self.token = torch.full((batch, capacity), 7, dtype=torch.int32)  # scratch: like real ids
         self.parent = self.token.clone()
         self.score = torch.full((batch, capacity), math.nan)
         self.depth = self.token.clone()
@@ -215,7 +215,11 @@ def test_rows_where_every_id_has_a_chance(top_k, temperature):
 )
 @pytest.mark.parametrize("score_temperature", [0.0, 1.0])
 def test_a_chain_takes_the_first_child_of_a_tree(draft_vocab, batch, reduced, score_temperature):
-    """One row and one child: the score is the parent's. Broken and greedy rows are among them."""
+    """One row and one child: the score is the parent's. Broken and greedy rows are among them.
+
+    The parent is any of five nodes. The drafter slot announces depth 4, so node 4 is the expected
+    parent, with another depth.
+    """
     d2t = None
     if reduced:
         d2t = torch.randperm(2 * draft_vocab, generator=kit.generator(2))[:draft_vocab].int()
@@ -230,25 +234,51 @@ def test_a_chain_takes_the_first_child_of_a_tree(draft_vocab, batch, reduced, sc
         store = Store(batch, 8, top_k)
         store.temperature[::4] = 0.0
         for b in range(batch):
-            store.fill(b, [(5, 0, -0.5), (6, 1, -1.5)])
+            store.fill(b, [(5, 0, -0.5), (6, 1, -1.5), (7, 1, -2.5), (8, 3, -3.5)])
         store.count[2::7] = 8  # no room
-        store.frontier.fill_(2)
+        store.frontier[:, 0] = (torch.arange(batch) + 4) % 5
         store.frontier[3::11] = -1
+        parent = store.frontier.clamp_min(0).long()
+        parent_score = store.score.gather(1, parent)[:, 0]
         store.ancestors = torch.arange(16 * batch).to(torch.uint8).view(batch, 1, 16)
-        store.slot_base = 7
+        store.slot_base = 3
         options = {"d2t": d2t, "vocab_size": (1 + bool(reduced)) * draft_vocab}
         store.expand(logits, score_temperature=score_temperature, **options)
         stores.append(store)
     chain, tree = stores
-    kept = tree.count.clamp(max=4).where(tree.count < 8, 8)
-    found = kept == 4
+    kept = tree.count.clamp(max=6).where(tree.count < 8, 8)
+    found = kept == 6
     assert torch.equal(chain.count, kept) and found.any() and torch.equal(chain.status, tree.status)
     for name in ("token", "parent", "depth"):
-        assert torch.equal(getattr(chain, name)[:, :4], getattr(tree, name)[:, :4])
-    assert (chain.score[found, 3] == -1.5).all() and chain.score[~found, 3].isnan().all()
-    assert torch.equal(chain.frontier[:, 0], torch.where(found, 3, -1))
+        assert torch.equal(getattr(chain, name)[found, :6], getattr(tree, name)[found, :6])
+    assert torch.equal(chain.score[found, 5], parent_score[found])
+    assert chain.score[~found, 5].isnan().all()
+    assert torch.equal(chain.frontier[:, 0], torch.where(found, 5, -1))
     assert torch.equal(chain.row, tree.row[:, :1])
     assert torch.equal(chain.ancestors, tree.ancestors[:, :1])
+
+
+def test_rows_with_one_child_each_are_ranked():
+    """Several frontier rows are no chain."""
+    logits = 2 * kit.randn(2, 300, seed=0)
+    store = Store(1, 8, 1)
+    store.fill(0, [(5, 0, -0.5), (6, 0, -1.5)])
+    store.frontier = torch.tensor([[1, 2]], dtype=torch.int32)
+    store.ancestors = torch.zeros(1, 2, 16, dtype=torch.uint8)
+    wanted = store.nodes()
+    store.expand(logits)
+    reference.expand_tree(
+        wanted,
+        [1, 2],
+        logits,
+        top_k=1,
+        temperature=1.0,
+        seed=SEED,
+        request=REQUEST,
+        root_position=10,
+        vocab_size=300,
+    )
+    assert_same_nodes(store.nodes(), wanted)
 
 
 @pytest.mark.parametrize("rows", [9, 40])
@@ -273,13 +303,14 @@ def test_more_frontier_rows_than_one_wave_takes(rows):
             assert kit.same_bits(of_all[begin : begin + top_k], of_one[first : first + top_k])
 
 
-def test_blocks_out_of_the_noise_are_skipped_without_a_trace():
+@pytest.mark.parametrize("score_temperature", [0.0, 1.0])  # the latter sums all scores
+def test_blocks_out_of_the_noise_are_skipped_without_a_trace(score_temperature):
     """A peaked row: what the noise cannot lift is never scored, and the result is the same."""
     logits = torch.full((1, 4096), -40.0)
     logits[0, 4000:4010] = torch.linspace(0, 3, 10)
     logits[0, :3] = torch.tensor([2.0, -21.0, 1.0])
     store, wanted = Store(1, 9, 8), root_only()
-    store.expand(logits)
+    store.expand(logits, score_temperature=score_temperature)
     reference.expand_tree(
         wanted,
         [0],
@@ -290,6 +321,7 @@ def test_blocks_out_of_the_noise_are_skipped_without_a_trace():
         request=REQUEST,
         root_position=10,
         vocab_size=4096,
+        score_temperature=score_temperature,
     )
     assert_same_nodes(store.nodes(), wanted)
 
@@ -397,18 +429,19 @@ def test_inert_frontier_rows_and_empty_requests():
     empty.expand(torch.empty(0, 9))
 
 
-def test_bad_stores_are_flagged_and_nothing_is_written_past_them():
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_bad_stores_are_flagged_and_nothing_is_written_past_them(top_k):
     """Fault 9: garbage counts and frontier entries."""
-    for count in (0, -1, 7, 2**31 - 1):
-        store = Store(1, 8, 2)
+    for count in (0, -1, 9 - top_k, 2**31 - 1):
+        store = Store(1, 8, top_k)
         store.count[0] = count
         before = store.token.clone()
         store.expand(kit.randn(1, 9, seed=0))
         assert store.status.item() == Status.BAD_LENGTH
         assert store.count.item() == count and torch.equal(store.token, before)
-        assert store.frontier.tolist() == [[-1, -1]]
+        assert store.frontier.tolist() == [[-1] * top_k]
     for damage in ("past", "depth", "score"):
-        store = Store(1, 8, 2)
+        store = Store(1, 8, top_k)
         if damage == "past":
             store.frontier[0, 0] = 1
         elif damage == "depth":

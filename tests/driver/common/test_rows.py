@@ -1,5 +1,7 @@
 """Rows that are chosen by their indices."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,9 +15,10 @@ each_device = kit.each_device
 @pytest.mark.parametrize("shape", [(576,), (3, 64), (7,)])  # the last: not a multiple of 16 bytes
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_rows_are_those_of_a_plain_index(shape, dtype):
-    """A repeated row, the first and the last; into a given array and into a new one."""
-    rows = kit.to_device(kit.randn(50, *shape, seed=0).bfloat16())
-    for count in (0, 1, 2, 7, 16, 17, 40):
+    """Repeated, first and last rows, dense and strided; into a given array and into a new one."""
+    whole = kit.to_device(kit.randn(51, *shape, seed=0).bfloat16())
+    sources, counts = (whole[:50], whole[1:, ..., ::2]), (0, 1, 2, 7, 16, 17, 40)
+    for rows, count in itertools.product(sources, counts):
         index = torch.randint(50, (count,), generator=kit.generator(count), dtype=dtype)
         index[:4] = torch.tensor([49, 0, 49, 7], dtype=dtype)[:count]
         wanted = rows.cpu()[index.long()]
