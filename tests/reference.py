@@ -382,7 +382,8 @@ def expand_tree(
 ) -> list[int]:
     """One level of one request; nodes are {token, parent, score, depth} and `nodes` grows.
 
-    Returns the next frontier. `frontier` of a single row with `top_k` = 1 is a chain.
+    Returns the next frontier. With one frontier row and `top_k` = 1, the child of a chain has the
+    score of its parent.
     """
     first_new, is_chain = len(nodes), len(frontier) == top_k == 1
     for row, parent in enumerate(frontier):

@@ -1,7 +1,8 @@
 // A level of a chain: one frontier row and its best child. Children are not ranked by their score,
 // so no log-softmax is computed, and the child's score is its parent's. A warp keeps the best of
-// its ids as one word, the first block of the cluster takes the best of the warps after one
-// barrier, and its first warp links it. Of the rest expand_kernel's comment holds.
+// its ids as one word and writes it to the first block of the cluster. After a barrier the first
+// warp of that block takes the best of all words and links the child. Distribution and noise are
+// those of expand_kernel (kernel.cu).
 #pragma once
 
 #include "common/rows.cuh"
@@ -10,8 +11,9 @@
 
 namespace tlt {
 
-// Of a row. More than a tree's, since a warp's part is one word: with one request all
-// multiprocessors share the work, and small blocks begin beside those of the kernel before.
+// Warps of a row. More than kMaxSlices, the limit of trees, since a warp's result is one word and
+// not a list. One request then uses up to 16 small blocks, which start beside blocks of the
+// previous kernel.
 constexpr int kChainSlices = 256;
 
 // The best candidate of a warp, with the interface of WarpList.
@@ -31,8 +33,8 @@ class WarpBest {
   float floor_ = kNegInf;
 };
 
-// Appends the child with a key, 0 if there is none, as the next frontier. `inherited`: ancestor
-// `lane` of its parent. Called by one warp.
+// Appends the child of a key, which becomes the next frontier; key 0: there is none. `inherited` is
+// ancestor `lane` of the parent. Called by one warp.
 __device__ inline void append_child(const ExpandTreeParams& p, int64_t b, const FrontierRow& row,
                                     int32_t count, uint64_t key, uint8_t inherited) {
   const int lane = threadIdx.x % kWarpSize;
@@ -71,14 +73,15 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Size::kResident)
   const int32_t columns = num_columns(p);
   const RowData<T> data(p.draft_logits, p.logits_stride, b, columns);
   const int32_t step = slices * Tile::kTile, begin = slice * Tile::kTile + lane * kIds;
-  const int32_t end = slice < slices ? columns + lane * kIds : 0;  // the same for all lanes
+  // `begin < end` is the same for all lanes.
+  const int32_t end = slice < slices ? columns + lane * kIds : 0;
   Tile tile(tile_words + warp * Size::kMemory);
   const volatile float* const temperature = p.temperature + b;
   if (begin < end && !is_greedy(*temperature)) tile.precompute(p, expected_draw(p, b), begin);
   wait_for_prior_grid();  // all loads so far were speculative
   launch_dependents();
   const FrontierWords words(p, b, 0);
-  // In a store with nothing but a chain, node i has depth i.
+  // In a store that holds only a chain, node i has depth i.
   const int32_t guess = min(expected_depth(p), static_cast<int32_t>(p.nodes.capacity) - 1);
   const int64_t at = b * p.nodes.capacity + guess;
   const ExpectedParent expected{guess, p.nodes.depth[at], p.nodes.score[at]};

@@ -14,7 +14,7 @@
 // If the requests fill the card, so that no noise is hidden by the wait, only ids that may be among
 // the best get their noise (lazy.cuh).
 //
-// A chain, one row and one child, is a kernel of its own (chain.cuh).
+// A chain (one frontier row, one child) has a kernel of its own (chain.cuh).
 //
 // Reads B * F * draft_vocab logits once from memory, and once more from cache if a warp has more
 // than one tile (the largest value must be known before the weights). Limits: K <= 128, 256 drafter

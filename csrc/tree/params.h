@@ -43,7 +43,7 @@ struct ExpandTreeParams {
   DType dtype;
 };
 
-// Whether nothing is ranked by score: one frontier row, one child.
+// Whether children need no rank: one frontier row with one child.
 inline bool is_chain(const ExpandTreeParams& p) { return p.frontier_rows == 1 && p.top_k == 1; }
 
 struct SelectNodesParams {

@@ -7,9 +7,9 @@ from torch import Tensor
 def take_rows(rows: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """`rows[index]` in one launch; `index` is int32 or int64 [n].
 
-    On a GPU `torch.index_select` copies up to 16 rows one after another, in few blocks. From 17 on
-    it calls `torch.gather`, which copies them at once. One row collapses an axis, and `gather` then
-    leaves its fast kernel. On a CPU `gather` misreads int32.
+    On a GPU `torch.index_select` copies up to 16 rows one after another. For more rows it calls
+    `torch.gather`, which copies them in parallel. For one row `gather` does not use its fast
+    kernel. On a CPU `gather` returns wrong rows for int32 indices.
     """
     if not rows.is_cuda or len(index) == 1:
         return torch.index_select(rows, 0, index, out=out)

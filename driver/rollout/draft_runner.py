@@ -159,7 +159,7 @@ class DraftRunner:
 
     def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
         nodes = self.draft(batch, strategy, store)
-        # All nodes of a chain are verified, so none is selected, and scores are not read.
+        # All nodes of a chain are verified, so it needs no selection and no scores.
         rows_of = nodes.chain if strategy.is_chain else nodes.select
         return rows_of(batch.context_len)
 

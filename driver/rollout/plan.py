@@ -47,7 +47,7 @@ def listed(cells: Iterable[Cell]) -> str:
     return "; ".join(f"{strategy} x {', '.join(map(str, b))}" for strategy, b in batches.items())
 
 
-CHAIN_LAUNCHES = 7  # of torch's, that make the probabilities of a chain for rejection
+CHAIN_LAUNCHES = 7  # of torch ops that compute the probabilities of a chain for rejection
 
 
 @dataclass(frozen=True)

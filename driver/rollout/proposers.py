@@ -128,7 +128,7 @@ class ChainProposer(DrafterProposer):
         logits = list[Tensor]()
         nodes = self.runner.draft(batch, strategy, store, keep_logits=logits)
         probs = self._probs(torch.stack(logits, 1), batch.draft_temperature)
-        # Where a NaN ended the draft, the probability of the next id is NaN.
+        # Where a NaN ended the draft, the probability of the next id is NaN, so it is rejected.
         return replace(nodes.chain(batch.context_len), draft_probs=probs)
 
     def _probs(self, logits: Tensor, temperature: Tensor) -> Tensor:

@@ -80,14 +80,15 @@ class NodeStore:
         self.count.fill_(1)
 
     def chain(self, root_position: Tensor) -> Tree:
-        """Of stores that hold one chain each of at most `num_verify` nodes: all of them.
+        """All nodes of stores with room for `num_verify` nodes, which form a chain.
 
-        A draft that ended early is followed by ids of an earlier pass. They are valid drafts.
+        A draft that ended early is followed by ids of an earlier pass, or by zeros. Verification
+        is exact for any drafts.
         """
         if self._links is None:
             self._links = Links(len(self.token), self.num_verify, self.token.device)
         links, tokens = self._links, self.token
-        if tokens.device.type == "cpu":  # -1 ends a draft there
+        if tokens.device.type == "cpu":  # where -1 ends a draft
             tokens = tokens.clamp_min(0)
         position = torch.add(root_position[:, None], links.depth, out=self._chain_position)
         rows = tokens.flatten(), links.parents, position.flatten()

@@ -50,7 +50,7 @@ class TorchCalls(TorchDispatchMode):
         # The roots into the node store, its counts; the last entry's rows, or its hidden state.
         ("learned:5,3,12", 64, {"index_select": 2, "copy_": 1, "fill_": 1}),
         ("learned:5,3,12", 0, {"index_select": 3, "copy_": 1, "fill_": 1, "sub": 1}),
-        # The chain's positions; ids of -1, on a CPU only.
+        # The chain's positions; on a CPU also ids of -1.
         (
             "learned:5,1,6",
             64,
@@ -70,7 +70,7 @@ def test_a_pass_is_made_of_ops(strategy, few_rows, wanted):
 
 
 def test_a_pass_with_rejection_has_the_launches_of_the_plan():
-    """They make the probabilities of a chain, whatever its depth."""
+    """They compute the probabilities of a chain, whatever its depth."""
     words = "engine.verify=rejection", "engine.strategies=off learned:5,1,6"
     more = torch_calls("learned:5,1,6", 64, *words) - torch_calls("learned:5,1,6", 64)
     assert sum(more.values()) == CHAIN_LAUNCHES, more
