@@ -46,6 +46,9 @@ class FewTile {
 
   __device__ __forceinline__ Softmax softmax() const { return {max_, quad_sum(sum_)}; }
 
+  // The lanes have the accumulators of their pairs already.
+  __device__ __forceinline__ void arrange() const {}
+
   // Of column tile n of the warp: dimensions 8 n + 2 (lane % 4) and the next one.
   __device__ __forceinline__ const float2& acc(int n) const { return acc_[n]; }
 

@@ -1,10 +1,11 @@
-// A block whose rows have at most eight (row, head) pairs folds its keys with FewTile, four warps
-// together; other blocks are RowBlocks. Lane 4 m + q of every warp has pair m = row * group + head;
-// of the results its warp has a quarter of the dimensions (FewTile). The results lie where a
-// RowBlock has those of its first warp's low rows, so that the same code finishes and merges them.
+// A block whose rows have at most eight (row, head) pairs folds its keys with FewTile or, in the
+// kernel for few pairs of 128 dimensions, FewKeysTile, four warps together; other blocks are
+// RowBlocks. Lane 4 m + q of every warp has pair m = row * group + head; of the results its warp
+// has a quarter of the dimensions. The results lie where a RowBlock has those of its first warp's
+// low rows, so that the same code finishes and merges them.
 #pragma once
 
-#include "attention/few.cuh"
+#include "attention/few_keys.cuh"
 #include "attention/row_block.cuh"
 
 namespace tlt {
@@ -34,9 +35,11 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
   using Base::shared_;
   using Base::warp_;
 
-  static constexpr int kColumns = FewTile<T, kDim>::kColumns;
-  // With 128 dimensions it is slower: tensor cores wait for more loads, and registers are spilled.
-  static constexpr bool kCanBeFew = kWarps == kFewWarps && kDim <= 64;
+  using Tile = std::conditional_t<(kDim > 64), FewKeysTile<T, kDim>, FewTile<T, kDim>>;
+  static constexpr int kColumns = Tile::kColumns;
+  // With 128 dimensions only in a kernel of its own: more code makes the others slower.
+  static constexpr bool kCanBeFew =
+      kWarps == kFewWarps && (kDim <= 64 || kResidency == Residency::kFewPairs);
 
   __device__ __forceinline__ bool has_few() const { return num_rows_ * l_.group <= kFewPairs; }
 
@@ -65,7 +68,7 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
 #pragma unroll
       for (int i = 0; i < 2; ++i) query[step][i] = good ? words[step * 8 + i * 4] ^ scale.flip : 0;
     }
-    FewTile<T, kDim> tile(query, end, scale.factor, &shared_.parts[0].few.exchange);
+    Tile tile(query, end, scale.factor, &shared_.parts[0].few.exchange);
     Softmax total;
     float2 sum[kColumns]{};
 #pragma unroll 1
@@ -76,6 +79,7 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
       stream.release_values();
       if (!Base::C::starts_split(key + kTile) && key + kTile < source.keys.end) continue;
       const Softmax part = tile.softmax();
+      tile.arrange();
       float factor[2];
       if (!folds) {
         keep(partial++, part, [&](int n) { return tile.acc(n); });
@@ -112,7 +116,7 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
     const KeyRange keys = this->keys_of(item);
     if (this->nothing_to_do(keys)) return;
     const int m = lane_ / 4, row = l_.rows_of(m), first = first_partial<kDim>(l_, r_, keys.begin);
-    const bool inside = row < num_rows_, shares = l_.partials.acc != nullptr;
+    const bool inside = row < num_rows_, shares = this->shares();
     const auto index_of = [&](int partial) {
       return partial_index(l_, partial, r_.row + row_ + row, head());
     };

@@ -34,6 +34,7 @@ namespace {
 
 constexpr const char* kOp = "tree_attention";
 constexpr int kClusterWarps = 4;  // warps that compute
+constexpr int kFewRequests = 8;   // with more, blocks of few pairs wait for memory anyway
 
 // Initialises the barriers of a ring; does nothing for sm_80, which has none.
 template <int kRing>
@@ -243,10 +244,17 @@ void launch(Launch l, const AttentionPlan& plan, cudaStream_t stream) {
   if (hopper) l.maps = {map_of(l.p, l.p.k), map_of(l.p, l.p.v)};
   const bool shares = l.partials.acc != nullptr;
   if (hopper && shares && plan.cluster && launch_clusters<T, kDim>(l, plan, stream)) return;
-  constexpr Residency kFew = kDim > 64 ? Residency::kAlone : Residency::kPacked;  // sharing keys
+  // Instances of blocks that share keys; 64 dimensions have one for all.
+  constexpr Residency kAlone = kDim > 64 ? Residency::kAlone : Residency::kPacked;
+  constexpr Residency kFew = kDim > 64 ? Residency::kFewPairs : Residency::kPacked;
+  const Sequences& s = l.p.sequences;
+  const bool few = hopper && s.num_requests <= kFewRequests &&
+                   s.num_rows * l.group <= kFewPairs * s.num_requests;  // on average
   if (plan.warps == 8) {
     launch_attend<T, kDim, 8, Residency::kPacked>(l, plan, hopper, stream);
   } else if (shares && plan.alone) {
+    launch_attend<T, kDim, 4, kAlone>(l, plan, hopper, stream);
+  } else if (shares && few) {
     launch_attend<T, kDim, 4, kFew>(l, plan, hopper, stream);
   } else {
     launch_attend<T, kDim, 4, Residency::kPacked>(l, plan, hopper, stream);

@@ -51,7 +51,7 @@ class RowBlock {
     read_bad_from();
     report_bad_pages();
     if (keys.begin > 0) return invalidate_partial(first_partial<kDim>(l_, r_, keys.begin));
-    if (l_.partials.acc != nullptr) return store_total();
+    if (shares()) return store_total();
     store_softmax();
     sync_threads<2, kWarps * kWarpSize>();  // all warps stored their totals
     finish();
@@ -65,8 +65,10 @@ class RowBlock {
     return keys.begin >= keys.end && shares();
   }
 
-  // Whether other blocks have keys of these rows.
-  __device__ __forceinline__ bool shares() const { return kCluster || l_.partials.acc != nullptr; }
+  // Whether other blocks have keys of these rows. A constant in kernels for such blocks only.
+  __device__ __forceinline__ bool shares() const {
+    return kCluster || kResidency == Residency::kFewPairs || l_.partials.acc != nullptr;
+  }
 
   // Keys to prefetch, 64 KB: at that time the previous launch still streams its last keys or
   // merges, and these wait behind it. If one warp loads, no more than the ring holds.

@@ -9,8 +9,9 @@
 namespace tlt {
 
 // What shares a multiprocessor with a block. kPacked: another block, if blocks have four warps;
-// kAlone: only a block of the merge; kCluster: another block of a cluster.
-enum class Residency { kPacked, kAlone, kCluster };
+// kFewPairs: the same, in the kernel of blocks that share keys and have few pairs of 128
+// dimensions; kAlone: only a block of the merge; kCluster: another block of a cluster.
+enum class Residency { kPacked, kFewPairs, kAlone, kCluster };
 
 // Tiles of the ring, from the shared memory available to a block.
 template <int kWarps, bool kHopper, Residency kResidency>

@@ -219,6 +219,31 @@ def test_rows_of_one_launch_are_their_own(name, tree):
         assert_rows_are_their_own(case, draw)
 
 
+# At most eight requests with few pairs of 128 dimensions, and one with more pairs among them.
+FEW = {
+    "one row": ("32/8x128", [1], 9000),
+    "eight pairs": ("32/8x128", [2], 16000),
+    "seven of a group": ("28/4x128", [1], 7000),
+    "eight requests": ("32/8x128", [1, 2, 1, 0, 1, 2, 2, 1], 2100),
+    "one with more pairs": ("32/8x128", [1, 1, 6, 1, 1, 1, 1, 1], 2100),
+    "one with many rows": ("8/1x128", [1] * 3 + [4] + [0] * 4, 9000),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("tree", [True, False])
+def test_rows_of_few_pairs_of_128_dimensions_are_their_own(name, tree):
+    shape, rows, longest = FEW[name]
+    draw = kit.generator(len(name))
+    for cut in (0, 15, 129, 1025, longest // 2, longest):
+        others = torch.randint(longest + 1, (len(rows),), generator=draw).tolist()
+        case = make_case([min(cut, longest), *others[1:]], rows, SHAPES[shape], tree=tree, seed=cut)
+        own = case["block_table"]
+        width = -(-(longest + 64) // SHAPES[shape][3])  # a long table: no clusters
+        table = torch.nn.functional.pad(own, (0, max(0, width - own.shape[1])), value=-1)
+        assert_rows_are_their_own(case | {"block_table": table}, draw)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tree", [True, False])
 def test_equals_reference(shape, tree):
@@ -298,9 +323,11 @@ def test_bad_pages_of_a_long_context_are_reported(where, share, shape):
 @pytest.mark.parametrize("slots", [9216, 16384], ids=["one launch", "two launches"])
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("where", [0, 50, 92, 93])  # tile keys in pages 0 to 92, the tail in 93
-def test_bad_pages_of_few_pairs_are_reported(where, share, slots):
-    """Six (row, head) pairs of a request, whose tiles four warps share."""
-    case = make_case([3000, 3000], [2, 2], SHAPES["9/3x64"])
+@pytest.mark.parametrize("name", ["9/3x64", "28/4x128"])
+def test_bad_pages_of_few_pairs_are_reported(name, where, share, slots):
+    """Six or seven (row, head) pairs of a request, whose tiles four warps share."""
+    rows = 2 if name == "9/3x64" else 1
+    case = make_case([3000, 3000], [rows] * 2, SHAPES[name])
     table = torch.full((2, slots // 32), -1, dtype=torch.int32, device="cuda")
     table[:, : case["block_table"].shape[1]] = case["block_table"]
     case["block_table"] = table
@@ -310,8 +337,8 @@ def test_bad_pages_of_few_pairs_are_reported(where, share, slots):
         table[1, where] = page
         out, lse, status = attend(case, share=share)
         assert status.tolist() == [Status.OK, Status.BAD_PAGE]
-        assert kit.same_bits(out[:2], expected[:2])
-        assert (out[2:] == 0).all() and (lse[2:] == -torch.inf).all()
+        assert kit.same_bits(out[:rows], expected[:rows])
+        assert (out[rows:] == 0).all() and (lse[rows:] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -348,6 +375,8 @@ def test_a_bad_page_hurts_one_of_many_requests_that_are_merged(length):
         ("32/8x128", 1, 5900, 8),
         ("9/3x64", 3, 8192, 2),
         ("9/3x64", 12, 5000, 1),
+        ("32/8x128", 1, 9000, 2),
+        ("32/8x128", 8, 3000, 1),
     ],
     ids=[
         "two launches",
@@ -355,6 +384,8 @@ def test_a_bad_page_hurts_one_of_many_requests_that_are_merged(length):
         "one launch of 128 dimensions",
         "one launch, few pairs",
         "two launches, few pairs",
+        "few pairs of 128 dimensions",
+        "few pairs of 128 dimensions, eight requests",
     ],
 )
 @pytest.mark.parametrize("tree", [True, False])
