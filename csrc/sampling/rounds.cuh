@@ -145,11 +145,12 @@ class Rounds {
   __device__ int num_warps() const { return cluster_.size() * kWarps; }  // of the cluster
 
   // Refills a place that this warp has read: the last warp of the share that is done issues the
-  // copy.
+  // copy. No barrier is needed after fill(): a lane writes to its own slots, outside the bulk copy,
+  // and GumbelMax::update has a barrier before it reads those of other lanes.
   __device__ __forceinline__ void refill(const RowData<T>& row, int round, int place) const {
+    __syncwarp();  // lanes have read each other's slots
     fill(row, round, place);
     if constexpr (kBulk) {
-      __syncwarp();
       if (threadIdx.x % kWarpSize != 0) return;
       constexpr uint32_t kLast = kShareWarps - 1;
       if (count_up(num_released(place), kLast) == kLast) issue_copy(row, round, place);
