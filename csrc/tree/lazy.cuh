@@ -119,6 +119,7 @@ class LazyTile : public DraftTile<T, kTileIds> {
     const uint32_t* const from = queue() + num_queued_ + min(lane, count - 1);
     const float value = as_float(from[0]);
     const uint32_t id = from[kQueue], word = from[2 * kQueue];
+    __syncwarp();  // other lanes overwrite these entries next
     const float score = greedy ? value : add_rn(value, draw.noise(word, id));
     list.take(lane < count && score >= threshold, rank_key(score, id), value);
     return lane < count ? score : kNegInf;

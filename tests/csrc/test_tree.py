@@ -203,6 +203,7 @@ def test_rows_where_every_id_has_a_chance(top_k, temperature):
     assert_same_nodes(store.nodes(), wanted)
 
 
+@pytest.mark.sanitize  # launches every kernel of expand_tree
 @pytest.mark.parametrize(
     ("draft_vocab", "batch", "reduced"),
     [
