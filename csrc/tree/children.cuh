@@ -17,8 +17,6 @@ constexpr int kMaxCollected = 4096;             // list entries that fit into th
 constexpr int kHeads = kMaxSlices / kWarpSize;  // lists that one lane merges
 constexpr int kHeld = 4;                        // entries of each that it holds
 
-constexpr int kMostWarps = kMostBlocks * 16;  // of a cluster
-
 struct Child {
   float value;  // later its score
   int32_t token;
@@ -29,29 +27,28 @@ TLT_HD bool fits_first_block(int cluster_warps, int top_k) {
   return cluster_warps * top_k <= kMaxCollected;
 }
 
-// Dynamic shared memory: the warps' candidates, the lists that are merged, the children, the words
-// of the warps' tiles.
+// Dynamic shared memory: the warps' candidates, the lists that are merged, the children, the sums
+// of the cluster's warps, the words of the warps' tiles.
 struct Layout {
   int candidates, lists;  // entries
-  int children, words;
+  int children, sums, words;
 
   TLT_HD Layout(int cluster, int warps, int tile_words, int frontier_rows, int top_k)
       : candidates(warps * list_capacity(top_k)),
         lists((fits_first_block(cluster * warps, top_k) ? cluster : 1) * warps * top_k),
         children(frontier_rows * top_k),
+        sums(cluster * warps),
         words(warps * tile_words) {}
   TLT_HD int bytes() const {
     return static_cast<int>((candidates + lists) * sizeof(Candidate) + children * sizeof(Child) +
-                            words * sizeof(uint32_t));
+                            sums * sizeof(ExpSum) + words * sizeof(uint32_t));
   }
 };
 
-struct Shared {
-  float largest[kMostWarps];    // of every warp of the cluster
-  int64_t mass[kMostWarps];     // from here on only in the first block
+struct Shared {                 // of the first block
   int32_t count[kMaxFrontier];  // children of a row
   int32_t parent[kMaxFrontier], depth[kMaxFrontier];
-  float parent_score[kMaxFrontier], max[kMaxFrontier], log_sum[kMaxFrontier];
+  float parent_score[kMaxFrontier], reference[kMaxFrontier], log_sum[kMaxFrontier];
   alignas(16) uint8_t ancestors[kMaxFrontier * kMaxDepth];
   int32_t begin;  // nodes before this level; 0 if the store has no room
 };
@@ -65,6 +62,25 @@ struct WarpAssignment {
   // The warp of a slice of a row.
   __device__ int warp(int row, int slice) const { return slice * rows + row; }
 };
+
+// The sum of the lanes' integers of 0 or more.
+__device__ inline int64_t warp_sum(int64_t x) {
+  int64_t sum = 0;
+#pragma unroll
+  for (int bit = 0; bit < 64; bit += 22) {
+    const uint32_t part = static_cast<uint32_t>(x >> bit) & ((1u << 22) - 1);
+    sum += static_cast<int64_t>(__reduce_add_sync(kFullWarp, part)) << bit;
+  }
+  return sum;
+}
+
+// The sum of all lanes.
+__device__ inline ExpSum warp_sum(ExpSum sum) {
+  sum.raise(warp_max(sum.reference));
+#pragma unroll
+  for (int k = 0; k < ExpSum::kParts; ++k) sum.part[k] = warp_sum(sum.part[k]);
+  return sum;
+}
 
 // Merges a row's lists by one warp of the first block. `list_of(warp)` is the list of a warp of the
 // cluster.
@@ -129,7 +145,7 @@ __device__ inline void append_children(const ExpandTreeParams& p, int64_t b, int
     float score = NAN;  // of an unused entry: not above, below or equal to any score
     if (k < shared.count[f]) {
       const float log_prob =
-          add_rn(mul_rn(add_rn(child.value, -shared.max[f]), inverse), -shared.log_sum[f]);
+          add_rn(add_rn(mul_rn(child.value, inverse), -shared.reference[f]), -shared.log_sum[f]);
       score = add_rn(shared.parent_score[f], fminf(log_prob, 0.0f));
       const int64_t to = first + before(f) + k;
       p.nodes.token[to] = child.token;

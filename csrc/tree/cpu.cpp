@@ -12,6 +12,7 @@
 #include "common/parallel.h"
 #include "common/simd.h"
 #include "common/status.h"
+#include "tree/exp_sum.h"
 #include "tree/op.h"
 
 namespace tlt {
@@ -46,15 +47,28 @@ TLT_SIMD float max_of(const float* value, int64_t n) {
   return *std::max_element(lane, lane + kLanes);
 }
 
-// Sum of exp((value - max) * inverse) in integer weights, which does not depend on the order; at
-// least 1.
-TLT_SIMD float exp_sum(const float* value, int64_t n, float max, float inverse) {
-  constexpr float kScale = 0x1p40f;
-  int64_t mass = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    mass += static_cast<int64_t>(mul_rn(exp_f32((value[i] - max) * inverse), kScale));
+// Sum of exp(value * inverse) over a padded row.
+TLT_SIMD ExpSum exp_sum(const float* value, int64_t n, float inverse) {
+  constexpr int kGroup = kNoiseGroup;
+  ExpSum sum;
+  for (int64_t block = 0; block < n; block += kBlock) {
+    float x[kBlock], weight[kBlock], reference[kBlock / kGroup];
+    for (int i = 0; i < kBlock; ++i) x[i] = value[block + i] * inverse;
+    for (int g = 0; g < kBlock / kGroup; ++g) {
+      float largest = x[g * kGroup];
+      for (int i = 1; i < kGroup; ++i) {
+        largest = x[g * kGroup + i] > largest ? x[g * kGroup + i] : largest;
+      }
+      reference[g] = ExpSum::reference_of(largest);
+    }
+    for (int i = 0; i < kBlock; ++i) weight[i] = exp_f32(x[i] - reference[i / kGroup]);
+    for (int g = 0; g < kBlock / kGroup; ++g) {
+      const float* w = weight + g * kGroup;
+      const float mass = ((w[0] + w[1]) + (w[2] + w[3])) + ((w[4] + w[5]) + (w[6] + w[7]));
+      sum.add(ExpSum::of_group(reference[g], mass));
+    }
   }
-  return mul_rn(static_cast<float>(mass), 1.0f / kScale);
+  return sum;
 }
 
 // out[i] = logit / T, or -inf if that is NaN or +inf; returns whether any was.
@@ -208,12 +222,12 @@ void draft_children(const ExpandTreeParams& p, int64_t row_index, DraftRow& row)
   const bool perturbed = p.score_temperature > 0;
   const std::vector<float>& value = perturbed ? row.score : row.scaled;
   const float inverse = perturbed ? 1.0f / p.score_temperature : 1.0f;
-  const float max = max_of(value.data(), n);
-  const float log_sum = log_f32(exp_sum(value.data(), n, max, inverse));
+  const ExpSum sum = exp_sum(value.data(), n, inverse);
+  const float log_sum = sum.log();
   for (int k = 0; k < best.count; ++k) {
-    const float log_prob = (value[best.child[k].draft_id] - max) * inverse - log_sum;
+    const float log_prob = (value[best.child[k].draft_id] * inverse - sum.reference) - log_sum;
     nodes.token[place + k] = best.child[k].token;
-    nodes.score[place + k] = nodes.score[first + parent] + std::min(log_prob, 0.0f);
+    nodes.score[place + k] = nodes.score[first + parent] + std::fmin(log_prob, 0.0f);
   }
   if (best.count < p.top_k) nodes.token[place + best.count] = -1;
 }

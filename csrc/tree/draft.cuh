@@ -4,6 +4,7 @@
 
 #include "common/status.h"
 #include "sampling/gumbel_max.cuh"
+#include "tree/exp_sum.h"
 #include "tree/params.h"
 
 namespace tlt {
@@ -153,17 +154,23 @@ class DraftTile {
     return status;
   }
 
-  __device__ float largest() const { return largest_; }
-
-  // Sum of the integer weights floor(2^40 * exp((value - max) * inverse)).
-  __device__ __forceinline__ int64_t weigh(float max, float inverse) const {
-    int64_t sum = 0;
-#pragma unroll
-    for (int i = 0; i < kTileIds; ++i) {
-      const float scaled = mul_rn(add_rn(value_[i], -max), inverse);
-      sum += __float2ll_rz(mul_rn(exp_f32(scaled), 0x1p40f));
-    }
-    return sum;
+  // Adds exp(value * inverse) of the lane's group, or of its half of one. Called by whole warps.
+  __device__ __forceinline__ void weigh(float inverse, ExpSum& sum) const {
+    static_assert(kTileIds == kGroup || 2 * kTileIds == kGroup);
+    constexpr bool kHalf = kTileIds < kGroup;
+    float largest = mul_rn(largest_, inverse);
+    if (kHalf) largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+    const float reference = ExpSum::reference_of(largest);
+    const auto weight = [&](int i) {
+      return exp_f32(add_rn(mul_rn(value_[i], inverse), -reference));
+    };
+    const auto quad = [&](int i) {
+      return add_rn(add_rn(weight(i), weight(i + 1)), add_rn(weight(i + 2), weight(i + 3)));
+    };
+    const float first = quad(0);
+    const float mass =
+        add_rn(first, kHalf ? __shfl_xor_sync(kFullWarp, first, 1) : quad(4 % kTileIds));
+    if (!kHalf || threadIdx.x % 2 == 0) sum.add(ExpSum::of_group(reference, mass));
   }
 
  protected:

@@ -4,21 +4,18 @@
 // waves of up to kWave, and the cluster's warps are distributed over them, so a row is spread over
 // many multiprocessors. The noise of a warp's first ids does not depend on logits: it is computed
 // before the kernel waits for the previous one, from values that rarely change meanwhile, and
-// recomputed if they did. A warp sends the largest value of its ids to all blocks and draws the
-// noise of further ids while it waits for theirs. Then it sums its weights and stores its best K
-// and its sum in the first block, whose warps merge the lists, and score, link and rank the
-// children in shared memory. What a block needs from another is written into its shared memory
-// before a barrier and never fetched after one, unless the lists are too long for that. The
-// log-softmax sums integer weights floor(2^40 exp(value - max)), so scores have the CPU's bits.
+// recomputed if they did. A warp passes over its ids once, and stores its best K and its sum of
+// exponentials in the first block. After one barrier the warps of that block merge the lists, add
+// the sums, and score, link and rank the children in shared memory. What a block needs from another
+// is written into its shared memory before a barrier and never fetched after one, unless the lists
+// are too long for that. Sums are integers (exp_sum.h), so scores have the CPU's bits.
 //
 // If the requests fill the card, so that no noise is hidden by the wait, only ids that may be among
 // the best get their noise (lazy.cuh).
 //
 // A chain (one frontier row, one child) has a kernel of its own (chain.cuh).
 //
-// Reads B * F * draft_vocab logits once from memory, and once more from cache if a warp has more
-// than one tile (the largest value must be known before the weights). Limits: K <= 128, 256 drafter
-// slots, kMaxChildren.
+// Reads B * F * draft_vocab logits once. Limits: K <= 128, 256 drafter slots, kMaxChildren.
 #include "common/mma.cuh"
 #include "tree/chain.cuh"
 #include "tree/children.cuh"
@@ -45,7 +42,6 @@ struct LazyBlock {
   static constexpr int kWarps = 16, kIds = kGroup, kMemory = kTileWords, kResident = 1;
   static constexpr bool kLazy = true;
 };
-static_assert(LargeBlock::kWarps * kMostBlocks <= kMostWarps);
 static_assert(kWave <= SmallBlock::kWarps, "the first block has a warp of each row of a wave");
 
 // The ancestors of the frontier: loaded to registers early, stored to shared memory when they have
@@ -85,8 +81,9 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Size::kResident)
   const int top_k = static_cast<int>(p.top_k), rows = static_cast<int>(p.frontier_rows);
   const Layout layout(cluster.size(), kWarps, Size::kMemory, rows, top_k);
   Candidate* const lists = memory + layout.candidates;
-  Child* const children = reinterpret_cast<Child*>(lists + layout.lists);  // [rows, top_k]
-  [[maybe_unused]] auto* const tile_words = reinterpret_cast<uint32_t*>(children + layout.children);
+  Child* const children = reinterpret_cast<Child*>(lists + layout.lists);    // [rows, top_k]
+  auto* const sums = reinterpret_cast<ExpSum*>(children + layout.children);  // of each warp
+  [[maybe_unused]] auto* const tile_words = reinterpret_cast<uint32_t*>(sums + layout.sums);
   const bool in_first_block = fits_first_block(cluster.size() * kWarps, top_k);
   const int64_t b = cluster.item();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -132,75 +129,40 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Size::kResident)
       shared.parent_score[wave + mine] = row.parent_score;
       shared.begin = has_room(p, count) ? count : 0;
     }
-    if (wave == 0) {
-      frontier_ancestors.store(shared);
-      cluster.wait();  // all blocks run
-    }
+    if (wave == 0) frontier_ancestors.store(shared);
     if constexpr (Size::kLazy) {
       if (begin < end) tile.confirm(p, draw);
     }
     WarpList list(memory + warp * list_capacity(top_k), top_k);
-    const bool exact = perturbed || logits.greedy;
+    ExpSum sum;
+    const bool exact = perturbed || logits.greedy, last_wave = wave + kWave >= rows;
     const int32_t stop = row.active ? end : 0;
-    float most = kNegInf;
-    int64_t sum = 0;
     int32_t status = has_slice && slice == 0 ? row.status : kStatusOk;
 #pragma unroll 1
-    for (int pass = 0; pass < 2; ++pass) {  // the children, then the weights
-      int32_t first = begin;
-      bool last;
-      do {
-        last = !(first + step < stop);
-        const bool some = first < stop, fresh = some && (pass == 0 || begin + step < stop);
-        const auto send = [&] {  // the other blocks wait for it
-          if (pass != 0) return;
-          if (some) most = fmaxf(most, tile.largest());
-          if (!last) return;
-          most = warp_max(most);
-          if (lane < cluster.size()) *cluster.remote(&shared.largest[cluster_warp], lane) = most;
-        };
-        if (fresh) {
-          if (!Size::kLazy && (pass != 0 || first != begin)) tile.fetch(p, data, first);
-          status |= tile.prepare(p, logits, first);
-        }
-        if (!perturbed) send();
-        if constexpr (Size::kLazy) {
-          if (some && pass == 0) tile.draw(p, draw, logits.greedy, first);
-        } else {
-          if (fresh && !logits.greedy && (pass == 0 || perturbed))
-            tile.draw(p, draw, perturbed, first);
-        }
-        if (perturbed) send();
-        if (pass == 0 && last) cluster.arrive();  // also waits for the values that were sent
-        if constexpr (Size::kLazy) {
-          if (begin + step < stop && !(last && pass != 0)) {  // the next
-            tile.fetch(p, data, last ? begin : first + step);
-          }
-          if (some && pass == 0) tile.offer(draw, logits.greedy, last, list);
-        } else {
-          if (some && pass == 0) tile.offer(p, exact, first, list);
-        }
-        if (some && pass != 0) sum += tile.weigh(most, inverse);
-        first += step;
-      } while (!last);
-      if (pass != 0) break;
-      cluster.wait();
-      most = kNegInf;
-      for (int i = lane; i < assignment.slices; i += kWarpSize) {
-        most = fmaxf(most, shared.largest[assignment.warp(mine, i)]);
+    for (int32_t first = begin; first < stop; first += step) {
+      const bool last = !(first + step < stop);
+      status |= tile.prepare(p, logits, first);
+      if constexpr (Size::kLazy) {
+        tile.draw(p, draw, logits.greedy, first);
+        tile.weigh(inverse, sum);
+        if (!last) tile.fetch(p, data, first + step);
+        tile.offer(draw, logits.greedy, last, list);
+      } else {
+        if (!logits.greedy) tile.draw(p, draw, perturbed, first);
+        tile.weigh(inverse, sum);
+        tile.offer(p, exact, first, list);
+        if (!last) tile.fetch(p, data, first + step);
       }
-      most = warp_max(most);
-      if (cluster_warp == mine) shared.max[wave + mine] = most;
     }
+    cluster.wait();  // all blocks run, and the lists of the wave before were read
     list.keep_best(in_first_block ? cluster.remote(lists, 0) + cluster_warp * top_k
                                   : lists + warp * top_k);
-    sum = warp_reduce(sum, Sum());
-    if (lane == 0) *cluster.remote(&shared.mass[cluster_warp], 0) = sum;
+    sum = warp_sum(sum);
+    if (lane == 0) cluster.remote(sums, 0)[cluster_warp] = sum;
+    cluster.arrive();
     status = __reduce_or_sync(kFullWarp, static_cast<unsigned>(status));
     if (lane == 0 && status != kStatusOk) atomicOr(&p.status[b], status);
-    cluster.arrive();
-    if (cluster.rank() != 0 && in_first_block && wave + kWave >= rows)
-      return;  // no block reads its memory
+    if (cluster.rank() != 0 && in_first_block && last_wave) return;  // no block reads its memory
     cluster.wait();
     for (int i = cluster.rank() == 0 ? warp : 2 * assignment.rows; i < 2 * assignment.rows;
          i += kWarps) {
@@ -210,16 +172,19 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Size::kResident)
         continue;
       }
       const int row = i - assignment.rows;
-      int64_t total = 0;
+      ExpSum total;
+#pragma unroll 1
       for (int k = lane; k < assignment.slices; k += kWarpSize)
-        total += shared.mass[assignment.warp(row, k)];
-      total = warp_reduce(total, Sum());
+        total.add(sums[assignment.warp(row, k)]);
+      total = warp_sum(total);
       if (lane == 0) {
-        shared.log_sum[wave + row] = log_f32(mul_rn(static_cast<float>(total), 0x1p-40f));
+        shared.reference[wave + row] = total.reference;
+        shared.log_sum[wave + row] = total.log();
       }
     }
-    if (!in_first_block) cluster.sync();  // the lists were read
+    if (!in_first_block || !last_wave) cluster.arrive();  // the lists were read
   }
+  if (!in_first_block) cluster.wait();
   if (cluster.rank() != 0) return;
   __syncthreads();
   append_children(p, b, shared.begin, shared, children);

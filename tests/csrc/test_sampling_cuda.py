@@ -221,6 +221,9 @@ def test_trees_have_the_bits_of_the_cpu(
             width = store.frontier.shape[1]
             logits = (2 * kit.randn(batch * width, vocab, seed=level)).to(dtype)
             logits[0, ::7] = math.nan if level == 1 else 0.0
+            group = torch.arange(vocab) // 8
+            logits[1::2] -= (13 * (group % 4)).to(dtype)  # more than one term of the sum
+            logits[1::3, group % 5 == 1] = -math.inf
             store.expand(
                 logits,
                 d2t=d2t,

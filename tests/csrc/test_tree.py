@@ -366,6 +366,29 @@ def test_greedy_rows_beside_sampled_rows_and_a_batch_of_one():
         assert kit.same_bits(alone.score[0], store.score[b])
 
 
+@pytest.mark.parametrize("score_temperature", [0.0, 0.5])
+@pytest.mark.parametrize("vocab", [3, 20_001])
+def test_scores_count_all_ids_wherever_their_logits_lie(vocab, score_temperature):
+    """Groups of eight ids have references of their own, multiples of 16: rows at any offset from
+    them, with groups far below others, groups of -inf, and mass in ids far below the best."""
+    offsets = torch.arange(-40.0, 41.0, 3.9)[:, None]
+    logits = 3 * kit.randn(len(offsets), vocab, seed=0) + offsets
+    group = torch.arange(vocab) // 8
+    logits[::3] -= 13.0 * (group % 6)
+    logits[1] = -8.1 * (score_temperature or 1.0)
+    logits[1, vocab // 2] *= -1
+    logits[2:, group % 5 == 1] = -math.inf
+    store = Store(len(logits), 4, 3, temperature=0.0)
+    store.expand(logits, score_temperature=score_temperature)
+    wanted = (logits.double() / (score_temperature or 1.0)).log_softmax(1)
+    wanted = wanted.gather(1, store.token[:, 1:].long())
+    assert (store.score[:, 1:] - wanted).abs().max() < 2e-5
+    for b in (1, 3, 7):
+        alone = Store(1, 4, 3, temperature=0.0)
+        alone.expand(logits[b : b + 1], score_temperature=score_temperature)
+        assert kit.same_bits(alone.score[0], store.score[b])
+
+
 def test_children_never_score_above_their_parent():
     store = Store(2, tree_capacity(6, 4), 4, temperature=0.5)
     for level in range(6):
