@@ -78,18 +78,15 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Size::kResident)
   Tile tile(tile_words + warp * Size::kMemory);
   const volatile float* const temperature = p.temperature + b;
   if (begin < end && !is_greedy(*temperature)) tile.precompute(p, expected_draw(p, b), begin);
+  FrontierWords words(p, b, 0);
   wait_for_prior_grid();  // all loads so far were speculative
   launch_dependents();
-  const FrontierWords words(p, b, 0);
-  // In a store that holds only a chain, node i has depth i.
-  const int32_t guess = min(expected_depth(p), static_cast<int32_t>(p.nodes.capacity) - 1);
-  const int64_t at = b * p.nodes.capacity + guess;
-  const ExpectedParent expected{guess, p.nodes.depth[at], p.nodes.score[at]};
+  words.load(p, b);
   const bool inherits = p.frontier_ancestors != nullptr && slice == 0 && lane < kMaxDepth;
   const uint8_t inherited = inherits ? p.frontier_ancestors[b * kMaxDepth + lane] : 0;
   if (begin < end) tile.fetch(p, data, begin);
   const int32_t count = words.count();
-  const FrontierRow row = frontier_row(p, b, 0, words.parent(), count, expected);
+  const FrontierRow row = frontier_row(p, b, 0, words, count);
   const Row<T> logits(data, words.temperature());
   const Draw draw{p.round_keys, noise_key(p.seed, words.request(), NoiseDomain::kTarget),
                   words.root_position() + row.depth + 1};

@@ -107,6 +107,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Size::kResident)
     const int32_t step = assignment.slices * Tile::kTile, begin = slice * Tile::kTile + lane * kIds;
     const int32_t end = has_slice ? columns + lane * kIds : 0;  // the same for all lanes of a tile
     Tile tile(tile_words + warp * Size::kMemory);
+    FrontierWords words(p, b, wave + mine);
     if (wave == 0) {  // all loads so far were speculative
       const volatile float* const temperature = p.temperature + b;
       if (begin < end && !is_greedy(*temperature)) {
@@ -115,11 +116,11 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Size::kResident)
       wait_for_prior_grid();
       launch_dependents();
     }
-    const FrontierWords words(p, b, wave + mine);
+    words.load(p, b);
     const FrontierAncestors frontier_ancestors(p, b, wave == 0 && cluster.rank() == 0);
     if (begin < end) tile.fetch(p, data, begin);
     const int32_t count = words.count();
-    const FrontierRow row = frontier_row(p, b, wave + mine, words.parent(), count);
+    const FrontierRow row = frontier_row(p, b, wave + mine, words, count);
     const Row<T> logits(data, words.temperature());
     const Draw draw{p.round_keys, noise_key(p.seed, words.request(), NoiseDomain::kTarget),
                     words.root_position() + row.depth + 1};
