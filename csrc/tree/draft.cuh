@@ -63,8 +63,8 @@ class WarpList {
     int rank[kListRows];
 #pragma unroll
     for (int r = 0; r < kListRows; ++r) {
+      if (r * kWarpSize >= num_) break;
       rank[r] = 0;
-      if (r * kWarpSize >= num_) continue;
       const int i = r * kWarpSize + lane;
       mine[r] = i < num_ ? entries_[i] : Candidate{};
 #pragma unroll 4
@@ -76,6 +76,7 @@ class WarpList {
     __syncwarp();  // all lanes have read what is overwritten next
 #pragma unroll
     for (int r = 0; r < kListRows; ++r) {
+      if (r * kWarpSize >= max(num_, top_k_)) break;
       const int i = r * kWarpSize + lane;
       if (r * kWarpSize < num_ && i < num_ && rank[r] < top_k_) out[rank[r]] = mine[r];
       if (i >= num_ && i < top_k_) out[i] = Candidate{};
@@ -234,48 +235,39 @@ class NoisyTile : public DraftTile<T, kTileIds> {
     largest_ = kNegInf;
 #pragma unroll
     for (int i = 0; i < kTileIds; ++i) {
-      value_[i] = add_rn(value_[i], -log_f32(exponential_[i]));
+      value_[i] = add_rn(value_[i], noise_[i]);
       largest_ = fmaxf(largest_, value_[i]);
     }
   }
 
-  // Passes candidates to the list; `exact`: values are scores. Logarithms are computed only for ids
-  // whose largest possible variate would suffice. Called by whole warps.
+  // Passes candidates to the list; `exact`: values are scores. Called by whole warps.
   template <typename List>
   __device__ __forceinline__ void offer(const ExpandTreeParams& p, bool exact, int32_t first,
                                         List& list) const {
-    float upper[kTileIds], lower_bound = largest_;
+    float score[kTileIds], highest = kNegInf;
 #pragma unroll
-    for (int i = 0; i < kTileIds; ++i) upper[i] = value_[i];
-    if (!exact) {
-      lower_bound = kNegInf;
-#pragma unroll
-      for (int i = 0; i < kTileIds; ++i) {
-        const float noise = log2_approx(exponential_[i]) * -kLn2;  // within 1e-3
-        upper[i] = add_rn(value_[i], add_rn(noise, 1e-3f));
-        lower_bound = fmaxf(lower_bound, add_rn(value_[i], add_rn(noise, -1e-3f)));
-      }
+    for (int i = 0; i < kTileIds; ++i) {
+      score[i] = exact ? value_[i] : add_rn(value_[i], noise_[i]);
+      highest = fmaxf(highest, score[i]);
     }
-    const float threshold = list.threshold(lower_bound);
+    const float threshold = list.threshold(highest);
     uint32_t left = 0;
 #pragma unroll
     for (int i = 0; i < kTileIds; ++i) {
-      left |= upper[i] >= threshold && upper[i] > kNegInf ? 1u << i : 0u;
+      left |= score[i] >= threshold && score[i] > kNegInf ? 1u << i : 0u;
     }
     while (__any_sync(kFullWarp, left != 0)) {
       const int at = left == 0 ? 0 : __ffs(left) - 1;
-      float value = value_[0];
-      float exponential = exponential_[0];
+      float value = value_[0], best = score[0];
       uint32_t id = ids_.word[0];
 #pragma unroll
       for (int i = 1; i < kTileIds; ++i) {
         value = at == i ? value_[i] : value;
-        exponential = at == i ? exponential_[i] : exponential;
+        best = at == i ? score[i] : best;
         id = at == i ? ids_.word[i] : id;
       }
       if (p.d2t == nullptr) id = static_cast<uint32_t>(first + at);
-      const float score = exact ? value : add_rn(value, -log_f32(exponential));
-      list.take(left != 0 && score >= threshold, rank_key(score, id), value);
+      list.take(left != 0, rank_key(best, id), value);
       left &= left - 1;
     }
   }
@@ -287,7 +279,7 @@ class NoisyTile : public DraftTile<T, kTileIds> {
     if (p.d2t != nullptr) {
 #pragma unroll
       for (int i = 0; i < kTileIds; ++i) {
-        exponential_[i] = noise.exponential(noise.group_word(ids.word[i] / kGroup), ids.word[i]);
+        noise_[i] = noise.noise(noise.group_word(ids.word[i] / kGroup), ids.word[i]);
       }
       return;
     }
@@ -298,7 +290,7 @@ class NoisyTile : public DraftTile<T, kTileIds> {
       const Philox4 r = noise.rest_words((id + i) / 4);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        exponential_[i + j] = group_exponential(word, r.word[j], id + i + j);
+        noise_[i + j] = -log_f32(group_exponential(word, r.word[j], id + i + j));
       }
     }
   }
@@ -306,7 +298,7 @@ class NoisyTile : public DraftTile<T, kTileIds> {
   using Base = DraftTile<T, kTileIds>;
   using Base::ids_, Base::largest_, Base::precomputed_, Base::value_;
   Raw<float, kTileIds> expected_id_;
-  float exponential_[kTileIds] = {};  // the noise is -log of it
+  float noise_[kTileIds] = {};
 };
 
 }  // namespace tlt
