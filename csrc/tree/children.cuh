@@ -15,7 +15,7 @@ constexpr int kMaxSlices = 64;  // of a row
 constexpr int kMaxChildren = 8192;
 constexpr int kMaxCollected = 4096;             // list entries that fit into the first block
 constexpr int kHeads = kMaxSlices / kWarpSize;  // lists that one lane merges
-constexpr int kHeld = 4;                        // entries of each that it holds
+constexpr int kHeld = 2;                        // entries of each that it holds
 
 struct Child {
   float value;  // later its score
@@ -133,28 +133,38 @@ __device__ inline void append_children(const ExpandTreeParams& p, int64_t b, int
   const int64_t first = b * p.nodes.capacity + begin;
   const bool perturbed = p.score_temperature > 0.0f;
   const float inverse = perturbed ? __fdiv_rn(1.0f, p.score_temperature) : 1.0f;
-  const auto before = [&](int row) {  // children of the rows before
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const auto before = [&](int row) {  // children of the rows before; called by whole warps
     int32_t sum = 0;
-    for (int f = 0; f < row; ++f) sum += shared.count[f];
-    return sum;
-  };
 #pragma unroll 1
-  for (int i = threadIdx.x; i < rows * top_k; i += static_cast<int>(blockDim.x)) {
-    const int f = i / top_k, k = i - f * top_k;
-    const Child child = children[i];
+    for (int f = lane; f < row; f += kWarpSize) sum += shared.count[f];
+    return __reduce_add_sync(kFullWarp, sum);
+  };
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+  // Calls a function with a row and a child of each: a warp takes a row.
+  const auto for_each = [&](int num_rows, auto&& of) {
+#pragma unroll 1
+    for (int f = warp; f < num_rows; f += warps) {
+      const int32_t offset = before(f);
+#pragma unroll 1
+      for (int k = lane; k < top_k; k += kWarpSize) of(f, k, offset + k);
+    }
+  };
+  for_each(rows, [&](int f, int k, int32_t place) {
+    const Child child = children[f * top_k + k];
     float score = NAN;  // of an unused entry: not above, below or equal to any score
     if (k < shared.count[f]) {
       const float log_prob =
           add_rn(add_rn(mul_rn(child.value, inverse), -shared.reference[f]), -shared.log_sum[f]);
       score = add_rn(shared.parent_score[f], fminf(log_prob, 0.0f));
-      const int64_t to = first + before(f) + k;
+      const int64_t to = first + place;
       p.nodes.token[to] = child.token;
       p.nodes.score[to] = score;
       p.nodes.parent[to] = shared.parent[f];
       p.nodes.depth[to] = shared.depth[f] + 1;
     }
-    children[i].value = score;
-  }
+    children[f * top_k + k].value = score;
+  });
   __syncthreads();
   const auto advance = [&](int rank, int32_t node, int f) {  // f: the row that it came from, or -1
     const int64_t out = b * top_k + rank;
@@ -173,23 +183,22 @@ __device__ inline void append_children(const ExpandTreeParams& p, int64_t b, int
     write_ancestors(p.next_ancestors + out * kMaxDepth, low, high);
   };
   const int total = before(rows);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < rows * top_k + top_k; i += static_cast<int>(blockDim.x)) {
-    const int f = i / top_k, k = i - f * top_k;
+  for_each(rows + 1, [&](int f, int k, int32_t place) {
     if (f == rows) {
       if (k >= total) advance(k, -1, -1);
-      continue;
+      return;
     }
-    if (k >= shared.count[f]) continue;
+    if (k >= shared.count[f]) return;
+    const int i = f * top_k + k;
     const float mine = children[i].value;
     int rank = 0;
 #pragma unroll 4
     for (int j = 0; j < rows * top_k; ++j) {
       const float other = children[j].value;
-      rank += other > mine || (other == mine && j < i);
+      rank += (other > mine) | ((other == mine) & (j < i));
     }
-    if (rank < top_k) advance(rank, begin + before(f) + k, f);
-  }
+    if (rank < top_k) advance(rank, begin + place, f);
+  });
   if (threadIdx.x == 0 && begin > 0) p.nodes.count[b] = begin + total;
 }
 
