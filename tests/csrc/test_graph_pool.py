@@ -273,8 +273,13 @@ def test_a_thousand_launches_allocate_nothing(loop):
     assert pool.usage()["pass"].launches == 1000 + (1 if loop else 3)
 
 
-@pytest.mark.sanitize
-@pytest.mark.parametrize("loop", [pytest.param(True, marks=loops)])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        pytest.param(True, marks=loops),
+        pytest.param(False, marks=[*on_gpu, pytest.mark.sanitize]),
+    ],
+)
 def test_several_graphs_are_one_body_in_order(loop):
     model, pool, seen = bigram(), GraphPool(), torch.zeros(2, 3, **INT)
 
