@@ -103,7 +103,7 @@ def test_odd_heads(ops, heads, head_dim, k):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("rows", [[3, 2], [20, 17]])
+@pytest.mark.parametrize("rows", [[3, 2], [7, 6], [20, 17]])
 @pytest.mark.parametrize("k", [64, 72])
 def test_few_and_more_rows_of_a_small_model(ops, rows, k):
     """A whole block of K and not, which on a GPU are kernels of their own."""
