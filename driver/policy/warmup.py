@@ -53,8 +53,8 @@ def warm_up(
     optimizer = torch.optim.AdamW(weights.params, lr=config.lr, betas=(0.9, 0.98))
     losses = []
     model.train()
-    # Beside a GPU the cores are free.
-    workers = 0 if model.device.type == "cpu" else min(MAX_WORKERS, os.cpu_count() or 1)
+    # Beside a GPU the cores are free; these are the ones that the process may use.
+    workers = 0 if model.device.type == "cpu" else min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     batches = demonstrations(encode, task, config, seed, workers)
     with deterministic(model.device):
         for step, batch in enumerate(batches):
