@@ -141,7 +141,7 @@ __device__ inline void append_children(const ExpandTreeParams& p, int64_t b, int
     return __reduce_add_sync(kFullWarp, sum);
   };
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
-  // Calls a function with a row and a child of each: a warp takes a row.
+  // Calls `of` with a row, a child and its place among those of all rows. A warp takes a row.
   const auto for_each = [&](int num_rows, auto&& of) {
 #pragma unroll 1
     for (int f = warp; f < num_rows; f += warps) {

@@ -155,7 +155,8 @@ class DraftTile {
     return status;
   }
 
-  // Adds exp(value * inverse) of the lane's group, or of its half of one. Called by whole warps.
+  // Adds exp(value * inverse) of the ids of a group: those of a lane, or of two neighbouring lanes.
+  // Called by whole warps.
   __device__ __forceinline__ void weigh(float inverse, ExpSum& sum) const {
     static_assert(kTileIds == kGroup || 2 * kTileIds == kGroup);
     constexpr bool kHalf = kTileIds < kGroup;

@@ -7,8 +7,9 @@
 //   S_k = sum of F_g over the groups with R_g = R - 16 * k, where R = max R_g
 //   sum = 2^-30 * e^R * (S_0 + e^-16 S_1 + e^-32 S_2)
 //
-// What is left out is less than e^-32 of the largest term for each id. A row may have 2.8 million
-// ids: F_g is at most 2^30 * 8 e^8.
+// Groups with R_g < R - 32 are left out: their terms are at most e^-32 of the largest. Sums of 2.8
+// million ids fit into 64 bits, since F_g is at most 2^30 * 8 e^8. A score has the rounding error
+// of its x_i, up to 2^-24 |x_i|.
 #pragma once
 
 #include "common/math.h"
@@ -29,7 +30,7 @@ struct ExpSum {
     return {reference, {static_cast<int64_t>(mul_rn(mass, 0x1p30f))}};
   }
 
-  // Takes a reference that is not lower. Sums below e^-32 of it are dropped.
+  // Takes a reference that is not lower. Groups more than 32 below it are dropped.
   TLT_HD void raise(float to) {
     const float by = add_rn(to, -reference);
     part[2] = by == 0.0f ? part[2] : by == 16.0f ? part[1] : by == 32.0f ? part[0] : 0;

@@ -27,11 +27,11 @@ __device__ __forceinline__ int32_t expected_depth(const ExpandTreeParams& p) {
 }
 
 // The fields of a request and of one frontier row, loaded by one instruction of a warp: lane l
-// holds word l. With them a warp reads 32 nodes among which the parent probably is, before it knows
-// the parent: the first of the expected depth in a store whose levels have all their nodes.
+// holds word l. Before it knows the parent, a warp also reads 32 nodes, among which the parent
+// probably is: the first nodes of the expected depth, if all levels above have all their nodes.
 class FrontierWords {
  public:
-  // Takes no values, so it may precede the wait for the previous kernel.
+  // Loads nothing, so it may precede the wait for the previous kernel.
   __device__ FrontierWords(const ExpandTreeParams& p, int64_t b, int64_t f) {
     const int lane = threadIdx.x % kWarpSize;
     from_ = reinterpret_cast<const uint32_t*>(p.request + b) + lane % 2;
@@ -59,7 +59,7 @@ class FrontierWords {
   __device__ int32_t count() const { return static_cast<int32_t>(at(4)); }
   __device__ int32_t parent() const { return static_cast<int32_t>(at(5)); }
 
-  // Reads depth and score of a node of 0 or more. Called by whole warps.
+  // Gives depth and score of a node, whose index is 0 or more. Called by whole warps.
   __device__ void read_node(const ExpandTreeParams& p, int64_t b, int32_t node, int32_t* depth,
                             float* score) const {
     const int lane = node - first_node_;

@@ -389,6 +389,34 @@ def test_scores_count_all_ids_wherever_their_logits_lie(vocab, score_temperature
         assert kit.same_bits(alone.score[0], store.score[b])
 
 
+@pytest.mark.parametrize("logit", [8.0, 15.9])  # the farthest above its reference, and below
+def test_scores_of_the_largest_row(logit):
+    """2.8 million ids: the integers do not overflow."""
+    store = Store(1, 3, 2, temperature=0.0)
+    store.expand(torch.full((1, 2_800_000), logit))
+    assert store.score[0, 1:3].tolist() == pytest.approx([-math.log(2_800_000)] * 2, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("score_temperature", "logits", "wanted"),
+    [
+        (0.0, [1.0, 3e38, -3e38], [0.0, -3e38, -math.inf]),
+        (0.0, [-3e38, -math.inf, -3e38], [-math.log(2)] * 2),
+        (1e-6, [1e33, 1.0, 2e33, -1e33], [0.0, 0.0, -math.inf, -math.inf]),
+        (1e-6, [-1e33, -2e33], [0.0, 0.0]),
+        (1e6, [3e38, -3e38, 0.0], [0.0, -3e32, -6e32]),
+    ],
+)
+def test_scores_of_values_near_overflow(score_temperature, logits, wanted):
+    """No score is NaN: those of values that overflow are 0 or -inf."""
+    store = Store(1, 5, 4, temperature=0.0)
+    store.expand(torch.tensor([logits]), score_temperature=score_temperature)
+    assert store.count.item() == 1 + len(wanted) and store.status.item() == 0
+    assert store.score[0, 1 : 1 + len(wanted)].tolist() == pytest.approx(wanted)
+    frontier = list(range(1, 1 + len(wanted)))
+    assert store.frontier[0].tolist() == frontier + [-1] * (4 - len(wanted))
+
+
 def test_children_never_score_above_their_parent():
     store = Store(2, tree_capacity(6, 4), 4, temperature=0.5)
     for level in range(6):
