@@ -348,6 +348,14 @@ def test_a_peer_is_compared_by_seconds_a_token():
     assert set(curves([ours, peer])) == {"full", "trl"}
 
 
+def test_the_parts_of_a_step_are_without_the_first_one():
+    steps = [record(1, 1.0, 9.0, 10.0), record(2, 2.0, 1.0, 3.5), record(3, 3.0, 1.0, 4.0)]
+    parts = curves([arm_run("full", steps)])["full"]["0"]["parts"]
+    assert (parts["gen"], parts["update_actor"], parts["other"]) == (2.5, 1.0, 0.25)
+    alone = curves([arm_run("full", steps[:1])])["full"]["0"]["parts"]
+    assert (alone["gen"], alone["update_actor"]) == (1.0, 9.0)
+
+
 def test_the_peer_writes_its_records_after_every_step(tmp_path):
     said = []
     seen = trl_arm.Recorder(tmp_path, said.append)
