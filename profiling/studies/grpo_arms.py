@@ -181,15 +181,21 @@ def over_peer(peer: ArmRun, ours: ArmRun) -> float:
 
 
 def curves(runs: Sequence[ArmRun]) -> dict[str, Any]:
-    """Arm -> seed -> reward and seconds of each step, mean seconds of each phase."""
+    """Arm -> seed -> reward and seconds of each step, mean seconds of each phase.
+
+    The means are without the first step, which compiles the update, if there are others.
+    """
     out: dict[str, Any] = {}
     for run in runs:
-        count = len(run.records)
-        parts = run.parts() | {"other": run.seconds(lambda t: t.other + t.unaccounted)}
+        later = run.times[1:] or run.times
+        parts = [t.phases | {"other": t.other + t.unaccounted} for t in later]
         out.setdefault(run.arm, {})[str(run.seed)] = {
             "reward": run.rewards,
             "step_s": [round(t.total, 4) for t in run.times],
-            "parts": {name: round(seconds / count, 4) for name, seconds in parts.items()},
+            "parts": {
+                name: round(statistics.fmean(part[name] for part in parts), 4)
+                for name in (*PHASES, "other")
+            },
         }
     return out
 
