@@ -157,14 +157,17 @@ class Payoff:
 
 
 def delays(method: Callable[..., None]) -> Callable[..., None]:
-    """Counts the time of a method of the spot trainer as a cost: the run waits for it."""
+    """Counts the time of a method of the spot trainer as a cost: the run waits for it.
+
+    Captures do not count, since they are made once.
+    """
 
     @wraps(method)
     def timed(self: Any, *args: Any, **options: Any) -> None:
-        begin = time.perf_counter()
+        begin = time.perf_counter() - self.captured_s
         try:
             method(self, *args, **options)
         finally:
-            self.payoff.delay_s += time.perf_counter() - begin
+            self.payoff.delay_s += time.perf_counter() - self.captured_s - begin
 
     return timed

@@ -69,6 +69,7 @@ class SpotTrainer(RolloutObserver):
         # Host seconds of micro-steps in the last step, and in the current one.
         self.busy_s = self._spent_s = 0.0
         self.payoff = Payoff()
+        self.captured_s = 0.0  # host seconds of captures in micro-steps, once in a run
         self.paused = False  # no step is made in a tail: the policy's update uses the time
         self._final: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # begin, end
         self.reports = StepReports()
@@ -257,7 +258,7 @@ class SpotTrainer(RolloutObserver):
             if placement is None:
                 captures = time.perf_counter()
                 self.step.capture(loaded[0], None)
-                self.payoff.delay_s -= time.perf_counter() - captures  # once in a run
+                self.captured_s += time.perf_counter() - captures
             self.step.run(*loaded, placement)
         else:
             batch = self.bin.batch(*loaded, self.teachers) if loaded else None
