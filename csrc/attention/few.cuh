@@ -18,6 +18,28 @@ constexpr int kFewPairs = 8, kFewWarps = 4;
 struct FewExchange {
   float max[kFewWarps][kFewPairs];
   float2 weight[kFewPairs][kTile / 2 + 4];  // padded: the reads of a half-warp hit all banks
+
+  // The largest score of a pair in the tile.
+  __device__ __forceinline__ float largest(int pair) const {
+    float largest = max[0][pair];
+#pragma unroll
+    for (int warp = 1; warp < kFewWarps; ++warp) largest = fmaxf(largest, max[warp][pair]);
+    return largest;
+  }
+
+  // Packs the weights of a pair that a lane multiplies, two in each word. Returns their sum.
+  template <typename T>
+  __device__ __forceinline__ float pack_weights(int pair, int column,
+                                                uint32_t (&packed)[kTile / 8]) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kTile / 8; ++n) {
+      const float2 two = weight[pair][n * 4 + column];
+      sum = add_rn(add_rn(sum, two.x), two.y);
+      packed[n] = pack_pair<T>(two.x, two.y);
+    }
+    return sum;
+  }
 };
 
 template <typename T, int kDim>
@@ -80,10 +102,7 @@ class FewTile {
     if (column == 0) exchange_.max[warp_][pair] = largest;
     meet();
     release();
-    float max = exchange_.max[0][pair];
-#pragma unroll
-    for (int warp = 1; warp < kFewWarps; ++warp) max = fmaxf(max, exchange_.max[warp][pair]);
-    max = fmaxf(max_, mul_rn(max, factor_));
+    const float max = fmaxf(max_, mul_rn(exchange_.largest(pair), factor_));
     const float base = finite_max(max), rescale = exp2_fast(add_rn(max_, -base));
     max_ = max;
 #pragma unroll
@@ -94,14 +113,7 @@ class FewTile {
 #pragma unroll
     for (float2& two : acc_) two = make_float2(mul_rn(two.x, rescale), mul_rn(two.y, rescale));
     meet();
-    float sum = 0.0f;
-#pragma unroll
-    for (int n = 0; n < kTile / 8; ++n) {
-      const float2 two = exchange_.weight[pair][n * 4 + column];
-      sum = add_rn(add_rn(sum, two.x), two.y);
-      packed_[n] = pack_pair<T>(two.x, two.y);
-    }
-    sum_ = fma_rn(sum_, rescale, sum);
+    sum_ = fma_rn(sum_, rescale, exchange_.pack_weights<T>(pair, column, packed_));
   }
 
   // A pair whose keys have ended keeps its accumulators whatever the values are. The store to

@@ -102,12 +102,7 @@ class FewKeysTile {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int pair = 2 * column + i;
-      max[i] = exchange_.max[0][pair];
-#pragma unroll
-      for (int warp = 1; warp < kFewWarps; ++warp) {
-        max[i] = fmaxf(max[i], exchange_.max[warp][pair]);
-      }
-      max[i] = fmaxf(max_[i], mul_rn(max[i], factor_));
+      max[i] = fmaxf(max_[i], mul_rn(exchange_.largest(pair), factor_));
       const float base = finite_max(max[i]);
       rescale[i] = exp2_fast(add_rn(max_[i], -base));
       max_[i] = max[i];
@@ -123,14 +118,7 @@ class FewKeysTile {
       for (int i = 0; i < 4; ++i) block[i] = mul_rn(block[i], rescale[i % 2]);
     }
     meet();
-    float sum = 0.0f;
-#pragma unroll
-    for (int n = 0; n < kTile / 8; ++n) {
-      const float2 two = exchange_.weight[own][n * 4 + column];
-      sum = add_rn(add_rn(sum, two.x), two.y);
-      packed_[n] = pack_pair<T>(two.x, two.y);
-    }
-    sum_ = fma_rn(sum_, own_rescale, sum);
+    sum_ = fma_rn(sum_, own_rescale, exchange_.pack_weights<T>(own, column, packed_));
   }
 
   // As in FewTile.
