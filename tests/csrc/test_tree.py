@@ -121,6 +121,14 @@ class Store:
         )
 
 
+def expand_wanted(nodes, frontier, logits, **more):
+    """A level by the reference: of the first request of a `Store`, unless `more` says otherwise."""
+    own = {"temperature": 1.0, "seed": SEED, "request": REQUEST, "root_position": 10}
+    return reference.expand_tree(
+        nodes, frontier, logits, **{**own, "vocab_size": logits.shape[1], **more}
+    )
+
+
 def root_only():
     return [dict(token=3, parent=-1, score=0.0, depth=0)]
 
@@ -148,15 +156,13 @@ def test_expand_equals_reference(draft_vocab, top_k, temperature, score_temperat
             logits, d2t=d2t, vocab_size=5 * draft_vocab, score_temperature=score_temperature
         )
         for b in range(3):
-            frontiers[b] = reference.expand_tree(
+            frontiers[b] = expand_wanted(
                 wanted[b],
                 frontiers[b],
                 logits[b * width :],
                 top_k=top_k,
                 temperature=temperature,
-                seed=SEED,
                 request=REQUEST + b,
-                root_position=10,
                 vocab_size=5 * draft_vocab,
                 d2t=d2t.tolist(),
                 score_temperature=score_temperature,
@@ -188,18 +194,7 @@ def test_rows_where_every_id_has_a_chance(top_k, temperature):
     logits = torch.zeros(1, 5000)
     d2t = torch.arange(5000).flip(0).int()
     store.expand(logits, d2t=d2t)
-    reference.expand_tree(
-        wanted,
-        [0],
-        logits,
-        top_k=top_k,
-        temperature=temperature,
-        seed=SEED,
-        request=REQUEST,
-        root_position=10,
-        vocab_size=5000,
-        d2t=d2t.tolist(),
-    )
+    expand_wanted(wanted, [0], logits, top_k=top_k, temperature=temperature, d2t=d2t.tolist())
     assert_same_nodes(store.nodes(), wanted)
 
 
@@ -268,17 +263,7 @@ def test_rows_with_one_child_each_are_ranked():
     store.ancestors = torch.zeros(1, 2, 16, dtype=torch.uint8)
     wanted = store.nodes()
     store.expand(logits)
-    reference.expand_tree(
-        wanted,
-        [1, 2],
-        logits,
-        top_k=1,
-        temperature=1.0,
-        seed=SEED,
-        request=REQUEST,
-        root_position=10,
-        vocab_size=300,
-    )
+    expand_wanted(wanted, [1, 2], logits, top_k=1)
     assert_same_nodes(store.nodes(), wanted)
 
 
@@ -312,18 +297,7 @@ def test_blocks_out_of_the_noise_are_skipped_without_a_trace(score_temperature):
     logits[0, :3] = torch.tensor([2.0, -21.0, 1.0])
     store, wanted = Store(1, 9, 8), root_only()
     store.expand(logits, score_temperature=score_temperature)
-    reference.expand_tree(
-        wanted,
-        [0],
-        logits,
-        top_k=8,
-        temperature=1.0,
-        seed=SEED,
-        request=REQUEST,
-        root_position=10,
-        vocab_size=4096,
-        score_temperature=score_temperature,
-    )
+    expand_wanted(wanted, [0], logits, top_k=8, score_temperature=score_temperature)
     assert_same_nodes(store.nodes(), wanted)
 
 
