@@ -50,12 +50,13 @@ STRATEGIES = [
     "ngram:6,1,7",
     "learned:2,1,3",
     "learned:4,1,5",
-    "learned:6,1,7",
+    "learned:8,1,9",
+    "learned:12,1,13",
     "learned:4,4,16",
     "learned:8,4,32",
-    "hybrid:6,4,16",
+    "hybrid:15,1,16",
 ]
-CHAINS = ["learned:2,1,3", "learned:4,1,5", "learned:6,1,7"]  # verified in both ways
+CHAINS = ["learned:2,1,3", "learned:4,1,5", "learned:8,1,9"]  # verified in both ways
 TEMPERATURES = (1.0, 0.6)
 DEPTH4 = ("learned:4,1,5", "learned:4,4,16")  # of pass_cost_over_plain_b1_x
 TAIL = 8  # requests at most

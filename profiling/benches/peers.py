@@ -38,8 +38,8 @@ from profiling.studies.vllm_engines import Engines, eagle3, engines, export, wri
 NEEDS_WARM_START = True
 BATCHES, SPEC_BATCHES = [1, 8, 32, 128, 256], [1, 32, 128]
 NEW_TOKENS = 256  # of a request
-STRATEGIES = ["ngram:6,1,7", CHAIN, "learned:6,1,7", "hybrid:6,4,16"]
-CHAINS = [4, 8]  # tokens that vLLM drafts
+STRATEGIES = ["ngram:6,1,7", CHAIN, "learned:8,1,9", "learned:12,1,13", "hybrid:15,1,16"]
+CHAINS = [8, 12]  # tokens that vLLM drafts
 LOOKUP, LOOKUP_BATCH = "ngram k=4", 32
 ALONE = [1]  # requests
 MAX_ROWS = 1280  # of a pass, as in preset=h100

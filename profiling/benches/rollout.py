@@ -39,10 +39,10 @@ NEEDS_WARM_START = True
 STATIC = [
     "ngram:6,1,7",
     "ngram:15,1,16",  # long chains alone, to compare a hybrid with
-    "learned:2,1,3",
     "learned:4,1,5",
-    "learned:6,1,7",
-    "hybrid:6,4,16",
+    "learned:8,1,9",
+    "learned:12,1,13",
+    "hybrid:15,1,16",
 ]
 BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128]
 LEARNING = {"bandit": "beg", "ucb": "ucb"}

@@ -1,6 +1,6 @@
 """Where the time of a pass goes, kernel by kernel: SmolLM2's shape with random weights, on a card.
 
-    python -m profiling.kernels.time_line --requests 64 --strategy learned:6,1,7 --context 600
+    python -m profiling.kernels.time_line --requests 64 --strategy learned:12,1,13 --context 600
 
 Kernels overlap (programmatic dependent launch), so their durations add up to more than the pass. A
 kernel's share of the time line is the time from the end of the kernel that ended last before it to
@@ -58,7 +58,7 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=64, help="that run at once")
     parser.add_argument(
-        "--strategy", default="learned:6,1,7", help="off, or kind:depth,top_k,num_verify"
+        "--strategy", default="learned:12,1,13", help="off, or kind:depth,top_k,num_verify"
     )
     parser.add_argument("--context", type=int, default=600, help="tokens of a prompt")
     args = parser.parse_args()

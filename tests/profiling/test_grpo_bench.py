@@ -110,7 +110,7 @@ def test_arms_are_configurations():
     known = arm_words(config)
     for words in known.values():
         load_config(["preset=h100", *grpo_runs.WARMED, *grpo_runs.RHYTHM, *words])
-    assert known["static"][-1] == "bandit.policy=learned:4,1,5"
+    assert known["static"][-1] == "bandit.policy=learned:8,1,9"
     assert known["ngram"][0] == "engine.strategies=off ngram:6,1,7"
     assert known["full"] == []
     mixed = load_config(["preset=h100", "engine.strategies=off ngram:6,1,7 hybrid:4,4,16"])
