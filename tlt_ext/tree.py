@@ -40,8 +40,8 @@ def expand_tree(
     score of a child is that of its parent.
 
     Args:
-        draft_logits: [B * F, Vd], float32, float16 or bfloat16; row b * F + f belongs to
-            frontier.node[b, f]; rows may be strided.
+        draft_logits: [B * F, Vd], float32, float16 or bfloat16, Vd at most 2.8 million; row
+            b * F + f belongs to frontier.node[b, f]; rows may be strided.
         nodes: new nodes are appended, in frontier order, then in rank order.
         frontier: node and ancestors; `next_frontier` of the previous level.
         next_frontier: of width K, written: the K new nodes of highest score (ties: lower index).

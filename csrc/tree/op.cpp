@@ -6,6 +6,10 @@
 
 namespace tlt {
 
+// The sums of exp_sum.h fit into 64 bits: a group of eight ids adds at most 2^30 * 8 e^8.
+constexpr int64_t kMaxDraftVocab = 2'800'000;
+static_assert(kMaxDraftVocab / 8 * (0x1p33 * 2981) < 0x1p63);
+
 void check_arrays(const char* op, const Tensor& first, std::initializer_list<ArrayCheck> arrays) {
   for (const auto& a : arrays) Arg(op, a.name, a.tensor).on(first);
   for (const auto& a : arrays) Arg(op, a.name, a.tensor).is({a.dtype});
@@ -70,6 +74,10 @@ void expand_tree(const Tensor& draft_logits, const NodesArgs& nodes, const Expan
                  {{"frontier.ancestors", frontier.ancestors, DType::kUInt8, {B, F, kMaxDepth}}});
   }
   logits_arg.shape({B * F, kAny});
+  require(draft_vocab <= kMaxDraftVocab, op,
+          "draft_logits: expected at most " + std::to_string(kMaxDraftVocab) +
+              " draft ids, whose sums of exponentials fit into 64 bits, got " +
+              std::to_string(draft_vocab));
   require_range(op, "top_k (second axis of next_frontier.node)", K, 1, kMaxTopK);
   require(slot_base >= 0 && slot_base <= kMaxDraftSlots - F, op,
           "slot_base: expected drafter slots 0 to 255, got " + std::to_string(F) + " slots from " +

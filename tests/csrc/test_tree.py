@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("each_device")
 each_device = kit.each_device
 
 SEED, REQUEST = 2**40 + 7, 2**61 + 2**33 + 5
+LONGEST = 2_800_000  # draft ids of a row
 
 
 class Store:
@@ -682,6 +683,13 @@ def test_select_leaves_out_damaged_nodes():
         assert store.select(8)[-1].tolist() == [0, 0]
 
 
+def test_sums_of_the_longest_row_do_not_overflow():
+    """Logits of 8 have the largest terms: exp(8), since references are multiples of 16."""
+    store = Store(capacity=3)
+    store.expand(torch.full((1, LONGEST), 8.0))
+    assert store.score[0, 1].item() == pytest.approx(-math.log(LONGEST), rel=1e-6)
+
+
 def test_expand_checks_its_arguments():
     def expand(logits=None, top_k=2, prepare=lambda store: None, **options):
         store = Store(1, 8, 2)
@@ -697,6 +705,8 @@ def test_expand_checks_its_arguments():
         expand(torch.zeros(5, 2).t()[:1])
     with pytest.raises(ValueError, match=r"draft_logits: expected shape \[1, \*\], got \[2, 5\]"):
         expand(torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="draft_logits: expected at most 2800000 .*, got 2800001"):
+        expand(torch.zeros(1, LONGEST + 1))
     with pytest.raises(TypeError, match="frontier.node: expected dtype int32, got int64"):
         expand(prepare=put("frontier", torch.zeros(1, 1, dtype=torch.int64)))
     with pytest.raises(TypeError, match="request: expected dtype int64, got int32"):
