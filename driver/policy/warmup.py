@@ -2,6 +2,8 @@
 
 import math
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -10,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 
 from ..common.deterministic import deterministic
-from ..common.errors import UserError, user_code
+from ..common.errors import SharedWarning, UserError, user_code
 from ..common.numbers import shown
 from ..config.sections import WarmupConfig
 from ..model.prompts import PromptEncoder
@@ -43,7 +45,8 @@ def warm_up(
     is AdamW on float32 weights, with a short linear ramp and then a cosine down to a tenth of `lr`.
     Operations are deterministic: GPUs of one kind get the same weights, bit for bit. The seed
     selects the prompts. `progress` is called after each step with the number of finished steps and
-    its loss. Raises UserError if the task has no demonstrations.
+    its loss. Demonstrations that exceed the model's context are left out, with a warning. Raises
+    UserError if the task has no demonstrations.
 
     Example:
         >>> losses = warm_up(model, encode, task, WarmupConfig(steps=200), 0)  # doctest: +SKIP
@@ -55,10 +58,12 @@ def warm_up(
     model.train()
     # Beside a GPU the cores are free; these are the ones that the process may use.
     workers = 0 if model.device.type == "cpu" else min(MAX_WORKERS, len(os.sched_getaffinity(0)))
-    batches = demonstrations(encode, task, config, seed, workers)
+    context, trained = model.config.max_position_embeddings, 0
+    batches = demonstrations(encode, task, config, seed, workers, context)
     with deterministic(model.device):
         for step, batch in enumerate(batches):
             tokens = sum(len(row.tokens) for row in batch)
+            trained += sum(len(row.documents.lengths) for row in batch)
             total = torch.zeros((), device=model.device)
             for row in batch:
                 loss = cross_entropy(model, row.to(model.device), weights.dtype) / tokens
@@ -67,6 +72,13 @@ def warm_up(
             weights.step(optimizer, MAX_GRAD_NORM, config.lr * lr_share(step, config.steps))
             losses.append(float(total))
             progress(step + 1, losses[-1])
+    if left_out := config.steps * config.batch - trained:
+        warnings.warn(
+            f"warm-up: {left_out} of {config.steps * config.batch} demonstrations are longer, with"
+            f" their prompts, than the model's context of {context} tokens and were left out",
+            SharedWarning,
+            stacklevel=2,
+        )
     model.eval()
     in_dtype(model, weights.dtype)
     return losses
@@ -79,10 +91,18 @@ def lr_share(step: int, steps: int) -> float:
 
 
 def demonstrations(
-    encode: PromptEncoder, task: Task, config: WarmupConfig, seed: int, workers: int = 0
+    encode: PromptEncoder,
+    task: Task,
+    config: WarmupConfig,
+    seed: int,
+    workers: int = 0,
+    longest: int = sys.maxsize,
 ) -> Iterator[list[MicroBatch]]:
-    """The packed rows of each step, on the CPU; `workers` processes prefetch them, 0: none."""
-    steps = _Steps(encode, task, config, FIRST_INDEX * (seed + 1))
+    """The packed rows of each step, on the CPU; `workers` processes prefetch them, 0: none.
+
+    Documents of more than `longest` tokens are left out. Raises UserError if a step has no other.
+    """
+    steps = _Steps(encode, task, config, FIRST_INDEX * (seed + 1), longest)
     for rows in DataLoader(steps, batch_size=None, num_workers=workers):
         if isinstance(rows, UserError):
             raise rows
@@ -140,22 +160,33 @@ def cross_entropy(
 class _Steps(Dataset):
     """The packed rows of each step."""
 
-    def __init__(self, encode: PromptEncoder, task: Task, config: WarmupConfig, first: int) -> None:
-        self.encode, self.task, self.config, self.first = encode, task, config, first
+    def __init__(
+        self, encode: PromptEncoder, task: Task, config: WarmupConfig, first: int, longest: int
+    ) -> None:
+        self.encode, self.task, self.config = encode, task, config
+        self.first, self.longest = first, longest
 
     def __len__(self) -> int:
         return self.config.steps
 
     def __getitem__(self, step: int) -> list[MicroBatch] | UserError:
         batch = self.config.batch
-        first = self.first + step * batch
+        begin = self.first + step * batch
         try:
-            worked = [demonstration(self.encode, self.task, first + i) for i in range(batch)]
+            worked = [demonstration(self.encode, self.task, begin + i) for i in range(batch)]
         except UserError as error:  # raised in a worker process, it would have a traceback
             return error
         # Documents of a row then have similar lengths.
         worked.sort(key=lambda r: -len(r.request.prompt_ids) - len(r.token_ids))
         lengths = [len(r.request.prompt_ids) + len(r.token_ids) for r in worked]
+        fits = sum(length > self.longest for length in lengths)  # the first that does
+        worked, lengths = worked[fits:], lengths[fits:]
+        if not worked:
+            return UserError(
+                f"warmup.batch={batch}: all demonstrations of step {step} are longer, with their"
+                f" prompts, than the model's context of {self.longest} tokens; use shorter ones, or"
+                " a model with a longer context"
+            )
         return [
             build_micro_batch(worked, row, torch.device("cpu"))
             for row in pack(lengths, self.config.micro_batch_tokens)

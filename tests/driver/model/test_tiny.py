@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from driver.common.errors import UserError
+from driver.common.errors import SharedWarning, UserError
 from driver.config.load import load_config
 from driver.config.sections import ModelConfig, WarmupConfig
 from driver.model.checkpoint import load_model
@@ -196,6 +196,24 @@ def test_an_error_in_a_demonstration_names_the_sample_in_one_line(encode, method
     )
     with pytest.raises(UserError, match=where + r": AssertionError: no power .*test_tiny.py:\d+.$"):
         next(iter(rows))
+
+
+def test_demonstrations_longer_than_the_context_are_left_out(encode):
+    task, config = make_task("sums"), WarmupConfig(steps=3, batch=8)
+
+    def lengths(longest):
+        steps = demonstrations(encode, task, config, 0, longest=longest)
+        return [n for rows in steps for row in rows for n in row.documents.lengths]
+
+    whole = lengths(1 << 30)
+    longest = sorted(whole)[-6]
+    short = [n for n in whole if n <= longest]
+    assert lengths(longest) == short and 0 < len(whole) - len(short) <= 5
+    left_out = f"{len(whole) - len(short)} of 24 demonstrations .* context of {longest} tokens"
+    with pytest.warns(SharedWarning, match=left_out):
+        warm_up(build_policy(replace(SHAPE, max_position=longest), 0), encode, task, config, 0)
+    with pytest.raises(UserError, match="all demonstrations of step 0 .* context of 9 tokens"):
+        lengths(9)
 
 
 def test_a_half_precision_model_learns_through_float32_masters(encode):
