@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from ..common.errors import SharedWarning
 from ..common.numbers import finite, shown
 from ..config.estimators import ESTIMATORS, Baseline, LossNorm
 
@@ -163,6 +164,7 @@ def dynamic_sampling(
     warnings.warn(
         f"dynamic sampling: only {len(kept)} of {wanted} groups have mixed rewards after "
         f"{max_refills} refills; the task is too easy or too hard for this policy",
+        SharedWarning,
         stacklevel=2,
     )
     return kept

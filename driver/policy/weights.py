@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
+from ..common.errors import SharedWarning
 from ..common.tensor_parallel import all_gather
 from ..common.world import World
 from .host_moments import MOMENTS, HostMoments, local
@@ -194,7 +195,8 @@ class PolicyWeights:
                 else:
                     optimizer.step()
             else:
-                warnings.warn("gradient is not finite: this update is skipped", stacklevel=3)
+                message = "gradient is not finite: this update is skipped"
+                warnings.warn(message, SharedWarning, stacklevel=3)
         optimizer.zero_grad()
         return norm
 

@@ -12,7 +12,7 @@ import torch
 
 import tlt_ext
 
-from ..common.errors import UserError
+from ..common.errors import SharedWarning, UserError
 from ..common.tensor_parallel import TensorParallel
 from ..config.strategy import OFF, Strategy
 from .passes import PassProgram
@@ -77,6 +77,7 @@ def build_graphs(
             f"engine.graph_mib={config.graph_mib}: too little for the graphs of"
             f" {listed(plan.dropped)}; such speculation is not chosen, plain decoding runs"
             " without a graph, slower",
+            SharedWarning,
             stacklevel=3,
         )
     return PassGraphs(plan, program, state, ring, loop, config.graph_mib << 20)

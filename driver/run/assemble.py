@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ..common.errors import UserError
+from ..common.errors import SharedWarning, UserError
 from ..common.tensor_parallel import check_group
 from ..config.load import Config
 from ..model.prompts import PromptEncoder
@@ -105,6 +105,7 @@ def stop_ids(spec: ModelSpec, task: Task, encode: PromptEncoder) -> tuple[int, .
             warnings.warn(
                 f"task {task.name}: its stop text {text!r} is {len(ids)} tokens of this model;"
                 " only the model's own end token will end a response",
+                SharedWarning,
                 stacklevel=2,
             )
     return ends

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from ..common.errors import UserError
+from ..common.errors import SharedWarning, UserError
 from ..config.load import Config
 from ..model import tiny
 from ..model.checkpoint import load_model
@@ -92,6 +92,7 @@ def end_ids(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
         warnings.warn(
             "neither the model nor its tokenizer has an end token: only sampling.max_new_tokens"
             " ends a response",
+            SharedWarning,
             stacklevel=2,
         )
     if own is None or own in ends:
@@ -99,6 +100,7 @@ def end_ids(spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
     warnings.warn(
         f"the end token of the tokenizer is {own}, those of the model's configuration are"
         f" {list(ends)}: each of them ends a response",
+        SharedWarning,
         stacklevel=2,
     )
     return (*ends, own)

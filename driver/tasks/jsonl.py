@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-from ..common.errors import UserError
+from ..common.errors import SharedWarning, UserError
 from ..common.numbers import shown
 from ..common.storage import user_path
 from .answers import MARK, equal_answers, final_answer
@@ -67,6 +67,7 @@ class JsonlTask(Task):
             warnings.warn(
                 f"{place}: {repeated} training lines repeat a held-out question or a shot and are"
                 " left out",
+                SharedWarning,
                 stacklevel=2,
             )
         self.lines = {"train": kept, "eval": held}

@@ -6,7 +6,7 @@ import warnings
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from driver.common.errors import UserError
+from driver.common.errors import SharedWarning, UserError
 from driver.config.options import GenerateOptions, IdentityOptions
 from driver.generate import Generator
 from driver.identity import Identity
@@ -142,7 +142,7 @@ def test_the_end_tokens_of_model_and_tokenizer_both_end_a_response():
     with pytest.warns(UserWarning, match=r"configuration are \[\]"):
         assert end_ids(spec(None), tokenizer) == (END,)
     tokenizer.eos_token = None
-    with pytest.warns(UserWarning, match="neither the model nor its tokenizer has an end token"):
+    with pytest.warns(SharedWarning, match="neither the model nor its tokenizer has an end token"):
         assert end_ids(spec(None), tokenizer) == ()
     with pytest.raises(UserError, match="the tokenizer has no end token to teach"):
         demonstration(PromptEncoder(tokenizer), make_task("sums"), 0)

@@ -11,6 +11,7 @@ import torch
 from torch.testing import assert_close
 
 from driver.common import numbers
+from driver.common.errors import SharedWarning
 from driver.config.estimators import ESTIMATORS, Estimator
 from driver.policy import grpo, packing
 from driver.rollout.request import request_id
@@ -196,7 +197,7 @@ def test_dynamic_sampling_is_bounded_and_warns_fault_49():
         calls.append((refill, missing))
         return [("group", [1.0, 1.0])] * missing
 
-    with pytest.warns(UserWarning, match="only 0 of 4 groups have mixed rewards after 3 refills"):
+    with pytest.warns(SharedWarning, match="only 0 of 4 groups have mixed rewards after 3 refills"):
         assert grpo.dynamic_sampling(never_mixed, 4, 3) == []
     assert calls == [(0, 4), (1, 4), (2, 4), (3, 4)]
 

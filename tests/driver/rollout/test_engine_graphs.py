@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tlt_ext
+from driver.common.errors import SharedWarning
 from driver.config.strategy import OFF, Strategy
 from driver.model.target import WHOLE_ROWS
 from driver.rollout.graphs import PassGraphs
@@ -235,7 +236,7 @@ def test_out_of_memory_during_capture(policy, plain, monkeypatch):
 
 
 def test_an_arm_without_memory_is_never_chosen(policy, plain):
-    with pytest.warns(UserWarning, match="graph_mib=1: too little .*learned:8,4,32 x ") as caught:
+    with pytest.warns(SharedWarning, match="graph_mib=1: too little .*learned:8,4,32 x ") as caught:
         rollout = made(policy, "engine.graph_mib=1")
     assert sum("graph_mib" in str(w.message) for w in caught) == 1
     graphs = rollout.engine.runner.graphs

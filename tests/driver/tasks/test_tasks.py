@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from driver.common.errors import UserError
+from driver.common.errors import SharedWarning, UserError
 from driver.tasks import Prompt, make_task
 from driver.tasks.answers import final_answer
 from driver.tasks.calculator import MOST_STEPS, calculate
@@ -465,7 +465,7 @@ def test_reasoning_gym_sets_that_are_listed_are_small(monkeypatch):
 def test_repeated_questions_are_in_one_place(tmp_path):
     path = tmp_path / "repeated.jsonl"
     path.write_text("\n".join(line(question=f"{n % 11}?") for n in range(44)))
-    with pytest.warns(UserWarning, match="training lines repeat a held-out question or a shot"):
+    with pytest.warns(SharedWarning, match="training lines repeat a held-out question or a shot"):
         task = make_task("jsonl", path=str(path), shots=1)
     train, held = (
         {task.prompt(split, i).text.rpartition("Question")[2] for i in range(task.size(split))}
