@@ -15,10 +15,11 @@ from .common.errors import UserError
 from .common.storage import user_path
 from .config.fields import read_options
 from .config.load import load_config
-from .config.options import GenerateOptions
+from .config.options import GenerateOptions, options_in_errors
 from .config.strategy import OFF, Strategy
 from .model.prompts import PromptEncoder
 from .rollout.request import Request, Response, SamplingParams, request_id
+from .run.assemble import check_context
 from .session.load import find_model, load_policy, spec_of
 from .session.parts import adopt_drafter, build_rollout, drafter_state
 
@@ -56,10 +57,11 @@ class Generator:
         )
         if not self.ids:
             raise UserError("prompt: empty; give it some text")
+        check_context(len(self.ids), options.max_new_tokens, spec.max_position)
         self.params = SamplingParams(
             options.temperature, options.top_k, options.top_p, options.max_new_tokens, spec.eos_ids
         )
-        longest = min(len(self.ids) + options.max_new_tokens, spec.max_position)
+        longest = len(self.ids) + options.max_new_tokens
         state = drafter_state(user_path(options.model))
         if state is not None:
             size = len(state["drafter"]["d2t"])
@@ -99,7 +101,8 @@ def _report(line: str) -> None:
 
 def main(argv: Sequence[str]) -> None:
     options = read_options(GenerateOptions, argv)
-    generator = Generator(options)
+    with options_in_errors():
+        generator = Generator(options)
     out = sys.stdout.write
     spot = generator.rollout.spot
     if generator.strategy.needs_drafter and spot is not None and not spot.runner.version:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from .common.errors import UserError
 from .config.fields import read_options
 from .config.load import Config, load_config
-from .config.options import IdentityOptions
+from .config.options import IdentityOptions, options_in_errors
 from .config.sections import MAX_PREFILL_CHUNK, EngineConfig
 from .config.strategy import OFF, ORACLE, parse_strategies
 from .policy.warmup import warm_up
@@ -151,7 +151,8 @@ def _report(line: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    identity = Identity(read_options(IdentityOptions, argv))
+    with options_in_errors():
+        identity = Identity(read_options(IdentityOptions, argv))
     try:
         identity.run()
     finally:  # after a signal too

@@ -3,7 +3,9 @@
 The docstring of each class is the description of its command.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
@@ -131,6 +133,26 @@ OPTIONS: dict[str, type[Section]] = {
     "export": ExportOptions,
 }
 DRY_RUN = "--dry-run"
+# Settings of a run that are options of other commands.
+SETTINGS = {
+    "model.path": "model",
+    "model.cache": "cache",
+    "model.dtype": "dtype",
+    "run.device": "device",
+    "sampling.max_new_tokens": "max_new_tokens",
+    "task.chat_template": "chat_template",
+}
+
+
+@contextmanager
+def options_in_errors() -> Iterator[None]:
+    """Errors inside name the options of a command instead of the settings of a run."""
+    try:
+        yield
+    except UserError as error:
+        names = "|".join(map(re.escape, SETTINGS))
+        text = re.sub(rf"\b({names})\b", lambda found: SETTINGS[found[0]], str(error))
+        raise UserError(text) from error
 
 
 def check_words(command: str, argv: Sequence[str]) -> Config | Section:

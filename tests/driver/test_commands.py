@@ -12,6 +12,7 @@ from safetensors.torch import load, save_file
 from driver import export, generate, identity, train
 from driver.common.stop import SIGNALS
 from driver.config.command import run_command
+from driver.model.tiny import build_tokenizer
 from tests.driver.hugging_face import save_model
 
 SMALL = ["model.hidden_size=32", "model.num_layers=1", "warmup.steps=1"]
@@ -170,6 +171,24 @@ def test_the_other_commands(capsys, monkeypatch):
     monkeypatch.setattr("driver.identity.warm_up", None)  # it is seen before the warm-up
     line = fails(capsys, monkeypatch, identity.main, "max_new_tokens=2000")
     assert "context of 1024" in line
+
+
+def test_errors_name_the_options_of_a_command(capsys, monkeypatch, tmp_path):
+    folder = tmp_path / "model"
+    save_model(folder, "qwen2")
+    build_tokenizer().save_pretrained(folder)
+    line = fails(capsys, monkeypatch, identity.main, "device=cuda:99")
+    assert line.startswith("error: device=cuda:99: torch sees ")
+    for words, error in {
+        f"model={tmp_path}/none": f"model={tmp_path}/none: no such folder; ",
+        "device=tpu": "device: must be cpu, cuda or cuda:N, got 'tpu'",
+        "chat_template=true": "chat_template=true: the tokenizer has no chat template; ",
+        "max_new_tokens=5000": "prompt of 2 tokens and max_new_tokens=5000 exceed the context of",
+    }.items():
+        given = {"prompt": "1+", "model": folder} | dict([words.split("=")])
+        words = [f"{key}={value}" for key, value in given.items()]
+        line = fails(capsys, monkeypatch, generate.main, *words)
+        assert line.startswith(f"error: {error}") and "sampling." not in line
 
 
 def test_identity_needs_no_drafter_where_no_strategy_does(capsys):
