@@ -303,7 +303,13 @@ class DrafterConfig(Section, prefix="drafter."):
     """The one-layer drafter, which exists if a learned or hybrid strategy does."""
 
     draft_vocab: int = setting(0, "tokens that it drafts; 0: the whole vocabulary", low=0)
-    unroll: int = setting(3, "drafted tokens in a row that training unrolls", low=1, high=16)
+    unroll: int = setting(
+        3,
+        "drafted tokens in a row that training unrolls; drafts deeper than about unroll + 1 are"
+        " less often right, and than twice that rarely",
+        low=1,
+        high=16,
+    )
     lr: float = setting(2e-3, "learning rate of its warm-up", above=0)
 
 

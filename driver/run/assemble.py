@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ..common.errors import SharedWarning, UserError
 from ..common.tensor_parallel import check_group
 from ..config.load import Config
+from ..config.strategy import parse_strategies
 from ..model.prompts import PromptEncoder
 from ..model.spec import ModelSpec
 from ..rollout.request import Request, SamplingParams
@@ -89,6 +90,19 @@ def check_ranks(config: Config, ranks: int) -> None:
         raise UserError(
             f"{ranks} ranks for grpo.prompts_per_step={prompts}: each"
             f"{f' group of {shared}' if shared > 1 else ''} needs one prompt; raise it or use fewer"
+        )
+
+
+def warn_of_deep_drafts(config: Config) -> None:
+    """Warns of strategies that draft far more levels than the training of the drafter unrolls."""
+    unroll, arms = config.drafter.unroll, parse_strategies(config.engine.strategies)
+    deep = [str(arm) for arm in arms if arm.needs_drafter and arm.depth > 2 * (unroll + 1)]
+    if deep and (config.spot.mode != "off" or config.warmup.drafter_steps):
+        warnings.warn(
+            f"drafter.unroll={unroll}: too few for {', '.join(deep)}, whose deepest drafts will"
+            " rarely be right; raise it or draft fewer levels",
+            SharedWarning,
+            stacklevel=2,
         )
 
 

@@ -34,7 +34,7 @@ from ..session.parts import adopt_drafter, build_rollout, drafter_state
 from ..session.session import Session
 from ..tasks import Task, make_task
 from ..tasks.workers import RewardWorkers
-from .assemble import check_ranks, longest_request, prompt_encoder
+from .assemble import check_ranks, longest_request, prompt_encoder, warn_of_deep_drafts
 from .collector import Collector
 from .dry_run import check_run
 from .fit import changed
@@ -96,6 +96,7 @@ class _Start:
     source: Path | None  # of the policy; None = the tiny one
 
     def run(self) -> Run:
+        warn_of_deep_drafts(self.config)
         self.find_source()
         with self.phases("load"):
             policy, tokenizer = self.load()

@@ -1,15 +1,16 @@
 """A finite data set is checked to its end before a run starts, and each eval line counts once."""
 
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
 
-from driver.common.errors import UserError
-from driver.config.load import load_config
+from driver.common.errors import SharedWarning, UserError
+from driver.config.load import load_config, preset_names
 from driver.model import tiny
 from driver.model.prompts import PromptEncoder
-from driver.run.assemble import check_prompts, longest_request
+from driver.run.assemble import check_prompts, longest_request, warn_of_deep_drafts
 from driver.run.start import start_run
 from driver.tasks import Prompt, make_task
 from tests.driver.run.test_run import WORDS
@@ -98,3 +99,22 @@ def test_later_prompts_of_a_generated_task_fit_the_tables(name, difficulty):
     texts = [task.prompt("train", (1 << 39) + i).text for i in range(4000)]
     longest = max(map(len, encode.batch(texts)))
     assert longest + 100 <= longest_request(config, spec, checked)
+
+
+def test_a_run_warns_of_drafts_that_are_far_deeper_than_the_unrolled_training(tmp_path):
+    arms = "engine.strategies=off ngram:16,1,17 learned:8,4,32 learned:9,1,10"
+    words = [*WORDS, f"run.root={tmp_path}", "warmup.steps=0", arms]
+    too_few = "drafter.unroll=3: too few for learned:9,1,10, whose deepest drafts"
+    with pytest.warns(SharedWarning, match=too_few):
+        start_run(load_config([*words, "drafter.unroll=3"]), lambda line: None).close(whole=False)
+    for other in ("drafter.unroll=4", "spot.mode=off"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warn_of_deep_drafts(load_config([*words, other]))
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_presets_draft_no_deeper_than_they_train(preset):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_deep_drafts(load_config([f"preset={preset}", "model.path=tiny"]))
