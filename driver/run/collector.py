@@ -1,9 +1,10 @@
 """The experience of a step: prompts, their rollouts on every rank, rewards."""
 
 import contextlib
+import gc
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,21 @@ class _Part:
     tools: ToolStats
     seconds: float
     signal: str  # that ends the run; empty = none
+
+
+@contextlib.contextmanager
+def collections_paused() -> Iterator[None]:
+    """Inside the block Python collects cyclic garbage only when `gc.collect` is called.
+
+    A collection reads every list of tokens and log-probs that is new, between two bursts.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(eq=False)
@@ -218,7 +234,7 @@ class Collector(RolloutObserver):
             return []
         self._prompts = prompts
         self._place = {request.id: i for i, request in enumerate(requests)}
-        with answering(self.tools, prompts) as on_end:
+        with answering(self.tools, prompts) as on_end, collections_paused():
             observer = self if self.reports else RolloutObserver()
             responses = self.session.roll_out(requests, observer=observer, on_end=on_end)
         return responses if self.reports else []
@@ -253,6 +269,7 @@ class Collector(RolloutObserver):
             self.workers.score()
             return True
         if len(self._ahead) >= self._most_ahead:
+            gc.collect(1)
             return False
         index = self.prompts_drawn + len(self._ahead)
         self._ahead[index] = self.task.prompt("train", index)

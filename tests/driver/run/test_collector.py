@@ -1,5 +1,7 @@
 """What the host does while the device makes passes: rewards, and prompts of the next step."""
 
+import gc
+
 import pytest
 
 from driver.common.errors import UserError
@@ -116,6 +118,32 @@ def test_a_reward_that_fails_beside_passes_names_its_sample(start, monkeypatch):
         run.collector.gather(0)
     step = run.collector.gather(1)  # nothing is left in flight
     assert len(step.rewards) == each * run.config.grpo.prompts_per_step
+
+
+def test_python_collects_garbage_beside_passes_only(start, monkeypatch):
+    run, ways, generations = with_device(start("engine.strategies=off")), [], []
+
+    def noted(phase, info):
+        if phase == "start":
+            ways.append(gc.isenabled())
+            generations.append(info["generation"])
+
+    on_wait = run.collector.on_wait
+    monkeypatch.setattr(run.collector, "on_wait", lambda: ways.append(gc.isenabled()) or on_wait())
+    with monkeypatch.context() as during:
+        roll_out = run.session.roll_out
+
+        def watched(*args, **rest):
+            gc.callbacks.append(noted)
+            try:
+                return roll_out(*args, **rest)
+            finally:
+                gc.callbacks.remove(noted)
+
+        during.setattr(run.session, "roll_out", watched)
+        run.collector.gather(0)
+    assert set(generations) == {1} and not any(ways)
+    assert gc.isenabled()
 
 
 def test_each_evaluation_makes_the_same_requests(start, monkeypatch):
