@@ -18,6 +18,7 @@ import tlt_ext
 from tlt_ext.limits import MAX_DEPTH
 
 from ..common.rows import take_rows
+from ..common.uploads import uploaded
 from ..config.strategy import Strategy
 from ..model.drafter import DraftSpec
 from ..model.kv_cache import KvCache
@@ -331,7 +332,7 @@ class DraftRunner:
             written[row] += counts[row]
             ends[row] = written[row]
         self.late_rows += sum(counts)
-        num_new, context_len = torch.tensor([counts, ends], dtype=torch.int32, device=self.k.device)
+        num_new, context_len = uploaded([counts, ends], self.k.device)
         self._write(NewRows(size, most, self._features), batch, context_len, num_new)
 
     def _write(

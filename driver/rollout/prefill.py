@@ -1,10 +1,14 @@
 """Commits known tokens: prompts of new requests, and all tokens of preempted ones."""
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 import tlt_ext
 
+from ..common.uploads import uploaded
 from ..model.kv_cache import KvCache
 from ..model.target import TargetModel
 from .pages import Admission, Job
@@ -21,12 +25,9 @@ class Prefill:
     def admit(self, admission: Admission) -> None:
         """Computes prefixes and requests that had emitted tokens, then copies partial pages."""
         self.recomputed += sum(len(job.tokens) for job in admission.recompute)
-        pairs = None
-        if admission.copies:  # uploaded first, since an upload waits for enqueued work
-            pairs = torch.tensor(admission.copies, dtype=torch.int32, device=self.device)
         self.run([job for job in (*admission.prefixes, *admission.recompute) if job.tokens])
-        if pairs is not None:
-            source, destination = pairs.t().contiguous()
+        if admission.copies:
+            source, destination = map(self.ints, zip(*admission.copies, strict=True))
             for pages in self.cache.paged_tensors():
                 tlt_ext.copy_pages(pages, source, destination)
 
@@ -49,9 +50,8 @@ class Prefill:
         first = {j: jobs[j].begin + done[j] for j in take}  # position
         ids = [i for j, n in take.items() for i in jobs[j].tokens[done[j] : done[j] + n]]
         position = [p for j, n in take.items() for p in range(first[j], first[j] + n)]
-        count = self.ints(counts)
-        row_start = torch.cat([self.ints([0]), count.cumsum(0).to(torch.int32)])
-        context_len = self.ints(list(first.values()))
+        count, context_len = self.ints(counts), self.ints(list(first.values()))
+        row_start = self.ints([0, *accumulate(counts)])
         table = self.block_table([jobs[j].pages for j in take])
         status = torch.zeros_like(count)
         rows = tlt_ext.Rows(row_start, self.ints(position), status, context_len, table)
@@ -74,10 +74,10 @@ class Prefill:
             feature_rows=self.cache.recorded(features),
         )
 
-    def ints(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
+    def ints(self, values: Sequence[int] | list[list[int]]) -> Tensor:
+        return uploaded(values, self.device)
 
     def block_table(self, pages: list[list[int]]) -> Tensor:
         """int32 [B, longest]: page lists, padded with -1."""
         width = max(1, max(len(row) for row in pages))
-        return self.ints([row + [-1] * (width - len(row)) for row in pages]).view(len(pages), width)
+        return self.ints([row + [-1] * (width - len(row)) for row in pages])

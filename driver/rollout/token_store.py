@@ -4,9 +4,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..common.uploads import uploaded
 from .request import RunningRequest
 
 # Rows of a request that runs at once: responses of the previous epoch are found if an epoch fits.
@@ -65,15 +67,13 @@ class TokenStore:
             return new
         for request in new:
             self._assign(request)
-        lengths = [len(request.tokens) for request in new]
-        ids = torch.zeros(len(new), max(lengths), dtype=torch.int32)
-        for row, request in zip(ids.numpy(), new, strict=True):
+        lengths, device = [len(request.tokens) for request in new], self.tokens.device
+        ids = np.zeros((len(new), max(lengths)), np.int32)
+        for row, request in zip(ids, new, strict=True):
             row[: len(request.tokens)] = request.tokens  # what follows is never read
-        device = self.tokens.device
-        slots = torch.tensor([self._slots[request] for request in new], device=device)
-        self.tokens[:, : ids.shape[1]].index_copy_(0, slots, ids.to(device))
-        known = torch.tensor(lengths, dtype=torch.int32, device=device)
-        self._lengths.index_copy_(0, slots, known)
+        slots = uploaded([self._slots[request] for request in new], device, np.int64)
+        self.tokens[:, : ids.shape[1]].index_copy_(0, slots, uploaded(ids, device))
+        self._lengths.index_copy_(0, slots, uploaded(lengths, device))
         return new
 
     def _assign(self, request: RunningRequest) -> None:
