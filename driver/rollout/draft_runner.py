@@ -145,18 +145,17 @@ class DraftRunner:
         swap of weights all entries. They are computed from recorded features, without the target.
         Returns the number of entries that each row now has, or None if none changed.
         """
-        running, most = batch.running, strategy.levels + 1
-        stale = [s.draft_version != self.version for s in running]
-        written = [
-            0 if old else s.context_len - s.num_new for s, old in zip(running, stale, strict=True)
-        ]
+        running, most, version = batch.running, strategy.levels + 1, self.version
+        if all(s.draft_version == version and s.num_new <= most for s in running):
+            return None
+        written = [s.context_len - s.num_new if s.draft_version == version else 0 for s in running]
         late = [row for row, s in enumerate(running) if s.context_len - written[row] > most]
         left = late
         while left := [row for row in left if running[row].context_len - written[row] > 1]:
             self._write_late(batch, left, written)
         if late and self.k.is_cuda:
             torch.cuda.current_stream(self.k.device).synchronize()  # rare; its time is measured
-        return written if late or any(stale) else None
+        return written
 
     def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
         nodes = self.draft(batch, strategy, store)

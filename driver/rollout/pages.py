@@ -1,7 +1,9 @@
 """Pages of the KV cache: which are free, and which a prompt shares."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 Prompt = tuple[int, ...]
@@ -24,18 +26,20 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._untouched = iter(range(num_pages))
+        self._freed: list[int] = []
+        self.num_free = num_pages
         self._holders = [0] * num_pages
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
         """Allocates `count` pages, or none if fewer are free."""
-        if count > len(self._free):
+        if count > self.num_free:
             return None
-        pages = [self._free.pop() for _ in range(count)]
+        self.num_free -= count
+        kept = max(0, len(self._freed) - count)
+        pages = self._freed[kept:][::-1]
+        del self._freed[kept:]
+        pages += islice(self._untouched, count - len(pages))
         for page in pages:
             self._holders[page] = 1
         return pages
@@ -54,7 +58,8 @@ class PagePool:
                 raise ValueError(f"page {page} is free already")
             self._holders[page] -= 1
             if self._holders[page] == 0:
-                self._free.append(page)
+                self._freed.append(page)
+                self.num_free += 1
 
 
 @dataclass
@@ -84,12 +89,12 @@ class PrefixCache:
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self.pool, self.page_size = pool, page_size
-        self._prefixes: dict[Prompt, _Prefix] = {}
+        self._prefixes: defaultdict[Prompt, _Prefix] = defaultdict(_Prefix)
         self._unused: list[_Prefix] = []
 
     def expect(self, prompt: Prompt) -> None:
         """Counts a waiting request with this prompt."""
-        self._prefixes.setdefault(prompt, _Prefix()).waiting += 1
+        self._prefixes[prompt].waiting += 1
 
     def withdraw(self, prompt: Prompt) -> None:
         """Counts one waiting request less with this prompt."""

@@ -15,7 +15,6 @@ import tlt_ext
 from ..common.errors import UserError
 from ..common.numbers import shown
 from ..config.sections import check_temperature
-from ..config.strategy import OFF, Strategy
 from .pages import pages_for
 
 Finish = Literal["stop", "length", "abort"]
@@ -253,7 +252,8 @@ class RunningRequest:
         """Committed entries that the drafter has yet to write; the last one is always written."""
         return self.context_len - max(0, min(self.draft_len, self.context_len - 1))
 
-    def append(self, emitted: Emitted, strategy: Strategy, version: int) -> None:
+    def append(self, emitted: Emitted, speculative: bool, version: int) -> None:
+        """Adds the tokens of a burst; `version` is of the drafter, 0 = it drafted nothing."""
         tokens, logprobs, counts, finish, status = emitted
         self.status |= status
         if counts[-1] == 0:  # only damaged pages or lengths cause this; it would never finish
@@ -264,11 +264,11 @@ class RunningRequest:
         self.logprobs += logprobs
         self.context_len += len(tokens)
         self.finish = FINISH[finish]
-        if strategy.needs_drafter:  # it has yet to write the entries of the last pass
+        if version:  # the drafter has yet to write the entries of the last pass
             self.draft_len = self.context_len - counts[-1]
-        if version and self.drafter_versions[-1:] != [version]:
-            self.drafter_versions.append(version)
-        if strategy != OFF:
+            if self.drafter_versions[-1:] != [version]:
+                self.drafter_versions.append(version)
+        if speculative:
             self.spec_passes += len(counts)
             self.spec_tokens += len(tokens)
 
@@ -281,17 +281,20 @@ class RunningRequest:
         self.finish = None if self.room else "length"
 
     def response(self, version: int, aborted: bool = False) -> Response:
-        """The response, once it has finished or is aborted; `version` is of the policy."""
+        """The response, once it has finished or is aborted; `version` is of the policy.
+
+        It shares the lists of this state, which changes no more.
+        """
         finish: Finish | None = "abort" if aborted else self.finish
         assert finish is not None
         return Response(
             self.request,
             self.new_tokens,
-            list(self.logprobs),
+            self.logprobs,
             finish,
             version,
-            list(self.drafter_versions),
-            list(self.tools),
+            self.drafter_versions,
+            self.tools,
             aborted and self.finish == "stop",
             self.spec_tokens / self.spec_passes if self.spec_passes else None,
         )

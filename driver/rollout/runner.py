@@ -48,18 +48,18 @@ class Burst:
         """int32 [passes, count], tokens; 0 after a request has finished."""
         return self.ring.num_emitted[self._records, : self.count]
 
-    @property
+    @cached_property
     def total(self) -> int:
         return int(self.emitted.sum())
 
-    @property
+    @cached_property
     def active(self) -> list[int]:
-        return np.count_nonzero(self.emitted, axis=1).tolist()
+        return (self.emitted > 0).sum(axis=1).tolist()
 
     @property
     def request_passes(self) -> int:
         """Sum of the requests in each pass."""
-        return int(np.count_nonzero(self.emitted))
+        return sum(self.active)
 
     @property
     def rows(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..common.errors import UserError
-from ..config.strategy import Strategy
+from ..config.strategy import OFF, Strategy
 from .pages import Admission, Job, PagePool, PrefixCache, pages_for
 from .request import Emitted, Request, RunningRequest
 
@@ -73,8 +73,9 @@ class Scheduler:
             return  # it is computed alone
         prompt = state.request.prompt_ids
         self.prefixes.expect(prompt)
-        if hash(prompt) not in self._prompts:
-            self._prompts.add(hash(prompt))
+        key = hash(prompt)
+        if key not in self._prompts:
+            self._prompts.add(key)
             self.prompt_tokens += len(prompt) - 1
 
     # ---- admission ------------------------------------------------------------------------------
@@ -123,6 +124,8 @@ class Scheduler:
 
     def has_room(self, lookahead: int) -> bool:
         """Whether all running requests can have `lookahead` slots past their committed ones."""
+        if len(self.running) * pages_for(lookahead, self.page_size) <= self.pool.num_free:
+            return True  # each has pages for its committed ones
         needed = sum(pages_for(s.context_len + lookahead, self.page_size) for s in self.running)
         return needed - sum(len(s.pages) for s in self.running) <= self.pool.num_free
 
@@ -241,9 +244,10 @@ class Scheduler:
         version: int,
     ) -> None:
         """Adds what a burst emitted; RuntimeError for an empty pass, which would never end."""
+        speculative = strategy != OFF
         for state, row in zip(states, rows, strict=True):
             if not state.finish:  # else in an earlier burst
-                state.append(row, strategy, version)
+                state.append(row, speculative, version)
 
     def set_draft_lens(
         self, states: Sequence[RunningRequest], lengths: Sequence[int], version: int

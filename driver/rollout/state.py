@@ -234,7 +234,7 @@ class BatchState:
         """Writes a row of the block table, or only the added pages; returns the number of pages."""
         had, self._pages[row] = self._pages[row], list(pages)
         begin = len(had) if pages[: len(had)] == had else 0
-        if begin == 0:
+        if had and begin == 0:
             self._table[row] = -1
         self._table[row, begin : len(pages)] = pages[begin:]
         return len(pages)
