@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -148,14 +149,17 @@ class DraftRunner:
         running, most, version = batch.running, strategy.levels + 1, self.version
         if all(s.draft_version == version and s.num_new <= most for s in running):
             return None
-        written = [s.context_len - s.num_new if s.draft_version == version else 0 for s in running]
-        late = [row for row, s in enumerate(running) if s.context_len - written[row] > most]
-        left = late
-        while left := [row for row in left if running[row].context_len - written[row] > 1]:
-            self._write_late(batch, left, written)
-        if late and self.k.is_cuda:
-            torch.cuda.current_stream(self.k.device).synchronize()  # rare; its time is measured
-        return written
+        written = np.array(
+            [s.context_len - s.num_new if s.draft_version == version else 0 for s in running]
+        )
+        missing = np.array([s.context_len for s in running]) - written
+        # The pass writes the last entry, since it needs its hidden state.
+        late = np.where(missing > most, missing - 1, 0)
+        if late.any():
+            self._write_late(batch, written, late)
+            if self.k.is_cuda:
+                torch.cuda.current_stream(self.k.device).synchronize()  # rare; its time is measured
+        return (written + late).tolist()
 
     def propose(self, batch: Batch, strategy: Strategy, store: TokenStore) -> Tree:
         nodes = self.draft(batch, strategy, store)
@@ -319,20 +323,17 @@ class DraftRunner:
             rows._replace(row_start=new.each, position=new.committed, context_len=new.committed),
         )
 
-    def _write_late(self, batch: Batch, rows: list[int], written: list[int]) -> None:
-        """Writes the next entries of some requests, up to `CATCH_UP_ROWS`; updates `written`."""
-        size = len(batch)
-        missing = {row: batch.running[row].context_len - written[row] for row in rows}
-        most = max(1, min(CATCH_UP_ROWS // size, max(missing.values()) - 1))
-        counts, ends = [0] * size, [0] * size  # 0: the request gets no entries
-        for row, count in missing.items():
-            # The pass writes the last entry, since it needs its hidden state.
-            counts[row] = min(most, count - 1)
-            written[row] += counts[row]
-            ends[row] = written[row]
-        self.late_rows += sum(counts)
-        num_new, context_len = uploaded([counts, ends], self.k.device)
-        self._write(NewRows(size, most, self._features), batch, context_len, num_new)
+    def _write_late(self, batch: Batch, first: np.ndarray, counts: np.ndarray) -> None:
+        """Writes `counts[b]` entries from `first[b]` on, in pieces of up to `CATCH_UP_ROWS`."""
+        size, longest = len(batch), int(counts.max())
+        most = max(1, min(CATCH_UP_ROWS // size, longest))
+        new = NewRows(size, most, self._features)
+        for done in range(0, longest, most):
+            piece = (counts - done).clip(0, most)
+            ends = np.where(piece > 0, first + done + piece, 0)  # 0: the request gets no entries
+            num_new, context_len = uploaded([piece, ends], self.k.device)
+            self._write(new, batch, context_len, num_new)
+        self.late_rows += int(counts.sum())
 
     def _write(
         self, new: NewRows, batch: Batch, context_len: Tensor, num_new: Tensor
