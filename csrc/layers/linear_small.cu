@@ -1,6 +1,6 @@
 // The linears of few rows of a small model's layer, with all weights in registers: K a multiple of
-// 64 up to 1,536 (1,024 with an activation), at most two blocks a multiprocessor (order of the sum:
-// linear.cuh).
+// 64 up to 1,536 (1,024 with an activation, or with a norm and no append), at most two blocks a
+// multiprocessor (order of the sum: linear.cuh).
 //
 // A launch of a small model is so short that the latency from its input x to its result decides. So
 // a block does all work that needs no x first: each lane loads all of its weights and computes the
@@ -458,7 +458,8 @@ bool launch_form(const LinearKernelParams& p, const After& after, const Card& ca
 
 bool launch_small(const LinearKernelParams& p, const Card& card, cudaStream_t stream) {
   if (p.silu_mul) return launch_form<2, true>(p, SiluMul{}, card, stream);
-  return p.linear.norm_weight == nullptr && launch_form<3, false>(p, Nothing{}, card, stream);
+  return p.linear.norm_weight ? launch_form<2, true>(p, Nothing{}, card, stream)
+                              : launch_form<3, false>(p, Nothing{}, card, stream);
 }
 
 bool launch_small_append(const LinearKernelParams& p, const AppendKvParams& append,

@@ -431,7 +431,9 @@ def test_partial_sums_check_their_arguments():
 
 @pytest.mark.parametrize("device", kit.DEVICES)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize(("rows", "n", "k"), LINEAR_SHAPES + [(16, 40, 1088), (65, 200, 64)])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), LINEAR_SHAPES + [(5, 1030, 576), (16, 40, 1088), (65, 200, 64)]
+)
 def test_a_norm_before_has_the_bits_of_the_two_ops(threads, device, dtype, rows, n, k):
     wide, weight, bias = linear_inputs(rows, n, 2 * k, dtype, device)
     x, weight = wide[:, :k], weight[:, :k]
