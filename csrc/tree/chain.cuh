@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Size::kResident)
   constexpr int kWarps = Size::kWarps, kIds = Size::kIds;
   using Tile = TileOf<T, Size>;
   Cluster<kWarps * kWarpSize> cluster;
+  launch_dependents();
   cluster.arrive();
   const int64_t b = cluster.item();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -80,7 +81,6 @@ __global__ void __launch_bounds__(Size::kWarps* kWarpSize, Size::kResident)
   if (begin < end && !is_greedy(*temperature)) tile.precompute(p, expected_draw(p, b), begin);
   FrontierWords words(p, b, 0);
   wait_for_prior_grid();  // all loads so far were speculative
-  launch_dependents();
   words.load(p, b);
   const bool inherits = p.frontier_ancestors != nullptr && slice == 0 && lane < kMaxDepth;
   const uint8_t inherited = inherits ? p.frontier_ancestors[b * kMaxDepth + lane] : 0;
