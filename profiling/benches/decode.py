@@ -62,7 +62,7 @@ DEPTH4 = ("learned:4,1,5", "learned:4,4,16")  # of pass_cost_over_plain_b1_x
 TAIL = 8  # requests at most
 TOKENS = {TAIL: 1024, 32: 256, 256: 96}  # new tokens of a request by the largest batch
 SYNTHETIC_TOKENS = 48  # without acceptance each token is a pass
-MAX_ROWS = 1280  # of a pass, as in preset=h100; cases with more are left out
+MAX_ROWS = 1280  # of a pass; cases with more are left out
 
 
 Cells = dict[tuple[int, str], dict[str, Any]]  # (batch, strategy) -> measurements

@@ -42,7 +42,7 @@ STRATEGIES = ["ngram:6,1,7", CHAIN, "learned:8,1,9", "learned:12,1,13", "hybrid:
 CHAINS = [8, 12]  # tokens that vLLM drafts
 LOOKUP, LOOKUP_BATCH = "ngram k=4", 32
 ALONE = [1]  # requests
-MAX_ROWS = 1280  # of a pass, as in preset=h100
+MAX_ROWS = 1280  # of a pass
 LEAST_TOKENS = 8  # of a request, in the rollout before those that are timed
 PROMPTS, SAMPLES, STEP_TOKENS = 32, 8, 4096  # of a step of preset=h100
 # Folders: that holds the package vllm, and for what vLLM prints.

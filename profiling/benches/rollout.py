@@ -44,7 +44,7 @@ STATIC = [
     "learned:12,1,13",
     "hybrid:15,1,16",
 ]
-BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128]
+BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
 LEARNING = {"bandit": "beg", "ucb": "ucb"}
 ADAPTED = ", adapted"
 ADAPT_S = 2.0  # seconds of training; about 25 steps of `preset=h100` take as long
