@@ -166,6 +166,7 @@ def versus(bench: Bench, case: str, own: Made, peer: Mapping[str, Made]) -> None
         1e6 * own.seconds,
         ours="bandit",
         tokens_per_s=round(own.tokens_per_s, 1),
+        accept_length=round(own.accept_length, 3),
         vllm=other,
         vllm_tokens_per_s=round(peer[other].tokens_per_s, 1),
         vllm_s=round(peer[other].seconds, 3),

@@ -182,6 +182,7 @@ def test_the_warmed_policy_beside_the_stand_in(small, tiny):
     best = rows["trace of 128"]["vllm"]
     assert rows[f"trace of 128, {best}"]["tokens"] == 17
     assert adapted["ours"] == "bandit" and adapted["vllm"] == best
+    assert adapted["accept_length"] >= 1.0
     assert rows[f"rollout of a step, {best}"]["tokens"] == 4 * 8
     peers.book(tiny)
     assert tiny.got["decode_smollm2_over_vllm_x"] == min(
