@@ -43,6 +43,14 @@ def wait_for(
     return reason
 
 
+def wait_until_idle(device: torch.device, parallel: TensorParallel) -> None:
+    """Waits for the work that a GPU has enqueued; UserError as in `wait_for`."""
+    begun = time.monotonic()
+    while device.type == "cuda" and not torch.cuda.current_stream(device).query():
+        parallel.check(begun)
+        time.sleep(1e-4)
+
+
 def build_graphs(
     config: EngineConfig,
     buckets: Sequence[int],

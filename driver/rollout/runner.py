@@ -10,7 +10,7 @@ import numpy as np
 import tlt_ext
 
 from ..config.strategy import OFF, Strategy
-from .graphs import PassGraphs, nothing, wait_for
+from .graphs import PassGraphs, nothing, wait_for, wait_until_idle
 from .passes import PassProgram
 from .plan import Cell
 from .state import BatchState
@@ -149,6 +149,8 @@ class PassRunner:
         version, rows = self.program.version(strategy), None
         if self.graphs is None or cell is None:
             meanwhile()
+            # The pass is timed without a prefill before it.
+            wait_until_idle(self.state.device, self.program.model.parallel)
             begun = time.perf_counter()
             tlt_ext.arm_passes(self.state.control, self.ring, limit=1)
             rows = self.program.run(self.state.rows(count), strategy)

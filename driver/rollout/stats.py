@@ -44,7 +44,8 @@ class RolloutStats:
     passes_s: float = 0.0  # of all bursts, by the device's clock for graphs, else by the host's
     switches: int = 0
     switch_s: float = 0.0  # host time of switches, without catching up
-    catchup_s: float = 0.0  # of the drafter's missing entries, device time included
+    # Of the drafter's missing entries, device time included, and the rest of a prefill before it.
+    catchup_s: float = 0.0
     preemptions: int = 0
     flagged: int = 0  # responses whose status word is not 0
     elapsed_s: float = 0.0

@@ -10,7 +10,7 @@ import torch
 import tlt_ext
 from driver.common.errors import UserError
 from driver.config.strategy import OFF, Strategy, parse_strategies
-from driver.rollout import graphs
+from driver.rollout import graphs, runner
 from driver.rollout.bandit import ArmSums, Bandit
 from driver.rollout.graphs import PassGraphs
 from driver.rollout.pages import pages_for
@@ -211,6 +211,23 @@ def test_pages_that_run_short_during_a_burst(policy, rollout, limit):
     jobs = requests(count=8, new=40, stop=())
     wanted = generate(make_rollout(policy), jobs)
     assert same(generate(rollout, jobs, *ARMS, seed=limit, page_limit=limit, horizon=64), wanted)
+
+
+def test_a_pass_launched_op_by_op_is_timed_without_the_prefill_before_it(monkeypatch):
+    clock, spent = [0.0], {"prefill": 5.0, "pass": 2.0}
+
+    def work(*names):
+        clock[0] += sum(spent.pop(name, 0.0) for name in names)
+
+    stream = mock.Mock(query=mock.Mock(side_effect=[False, True]))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(runner, "time", mock.Mock(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(runner, "wait_for", lambda *args: work("prefill", "pass"))
+    monkeypatch.setattr(tlt_ext, "arm_passes", mock.Mock())
+    program, state = mock.Mock(), mock.Mock(device=torch.device("cuda"))
+    program.model.parallel.check = lambda begun: work("prefill")
+    burst = runner.PassRunner(program, state, mock.Mock(sequence=0)).run(1, OFF, limit=1)
+    assert (burst.begun_s, burst.elapsed_s) == (5.0, 2.0)
 
 
 def test_an_arm_the_plan_lacks_is_not_chosen(policy, plain):

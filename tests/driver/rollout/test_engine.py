@@ -145,6 +145,13 @@ def test_plain_decoding_is_the_keyed_sample_of_the_model(policy, plain):
         assert not set(response.token_ids[:-1]) & set(params.stop_ids)
 
 
+@pytest.mark.parametrize("strategy", ["off", "ngram:6,4,16", "learned:4,3,12"])
+def test_a_response_has_the_accept_length_of_its_speculative_passes(rollout, strategy):
+    responses = generate(rollout, requests(), strategy)
+    assert all((r.accept_length is None) == (strategy == "off") for r in responses)
+    assert all(r.accept_length is None or r.accept_length >= 1 for r in responses)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_gives_the_tokens_of_plain_decoding(rollout, plain, strategy):
     assert same(generate(rollout, requests(), strategy), plain)

@@ -70,6 +70,15 @@ def test_growth_is_all_or_nothing():
     assert [s.pages for s in made.running] == held
 
 
+def test_room_is_what_all_running_requests_can_be_granted():
+    for lookahead in range(1, 20):
+        made = scheduler(pages=8)
+        made.add([request(i, range(5 * i, 5 * i + 5)) for i in range(2)])
+        made.admit()
+        made.prefixes.release_unused()
+        assert made.has_room(lookahead) == made._grow(lookahead) == (lookahead <= 12)
+
+
 def test_pages_granted_in_advance_are_taken_back():
     """Siblings keep shared pages, and the freed ones can be granted again."""
     made = scheduler(pages=12, page_size=4)

@@ -8,6 +8,7 @@ from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.config.strategy import OFF
 from driver.rollout.plan import BucketPlan, GraphCost
+from driver.run.collector import collections_paused
 from driver.run.start import start_run
 from tests.driver.rollout.test_bursts import LatePool, Loops
 from tests.driver.run.test_run import WORDS
@@ -143,6 +144,17 @@ def test_python_collects_garbage_beside_passes_only(start, monkeypatch):
         during.setattr(run.session, "roll_out", watched)
         run.collector.gather(0)
     assert set(generations) == {1} and not any(ways)
+    assert gc.isenabled()
+
+
+def test_collections_are_as_before_after_an_error_or_a_pause_inside_another():
+    with pytest.raises(ValueError, match="inside"), collections_paused():
+        raise ValueError("inside")
+    assert gc.isenabled()
+    with collections_paused():
+        with collections_paused():
+            pass
+        assert not gc.isenabled()
     assert gc.isenabled()
 
 
