@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,14 +57,15 @@ def launch(folder: Path, ranks: int, *words: str, script: str = "") -> tuple[int
 
 
 def torchrun(
-    folder: Path, ranks: int, *words: str, script: str = "", restarts: int = 0
+    folder: Path, ranks: int, *words: str, script: str = "", restarts: int = 0, poll_s: float = 0.1
 ) -> tuple[int, str]:
-    """Exit code and output of a training script under torchrun itself."""
+    """Exit code and output of a training script under torchrun, which polls its ranks."""
     folder.mkdir(exist_ok=True)
     file = folder / "script.py"
     file.write_text(whole_script(script))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", str(file)]
+    command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    command += [f"--monitor-interval={poll_s}", str(file)]
     done = subprocess.run(
         [*command, *folder_words(folder), *words],
         cwd=ROOT,
@@ -74,6 +76,10 @@ def torchrun(
         timeout=240,
     )
     return done.returncode, done.stdout
+
+
+# A rank that is killed is named by another one before torchrun stops that, too.
+UNHURRIED = partial(torchrun, poll_s=5)
 
 
 def whole_script(script: str) -> str:
@@ -228,7 +234,7 @@ Exchange.gather = lost
 """
 
 
-@pytest.mark.parametrize(("start", "how"), [(torchrun, KILLED), (launch, "time.sleep(900)")])
+@pytest.mark.parametrize(("start", "how"), [(UNHURRIED, KILLED), (launch, "time.sleep(900)")])
 def test_a_rank_lost_within_a_pass_is_named(tmp_path, start, how):
     words = ["engine.tensor_parallel=2", "run.timeout_s=8", "run.eval_every=0"]
     code, log = start(tmp_path, 2, *words, script=WITHIN_A_PASS.format(how=how))
@@ -318,7 +324,7 @@ collector.Collector.{where} = dying
 @pytest.mark.parametrize(
     ("start", "where", "how", "phase"),
     [
-        (torchrun, "roll_out", KILLED, "gen"),
+        (UNHURRIED, "roll_out", KILLED, "gen"),
         (launch, "roll_out", "time.sleep(900)", "gen"),
         (launch, "rewards", KILLED, "reward"),
     ],
