@@ -12,6 +12,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     start("train")
 
 
+import gc
 import io
 import warnings
 from collections.abc import Sequence
@@ -54,6 +55,8 @@ def train(config: Config, progress: Progress) -> Run:
             raise UserError(run.world.where()) from error
         progress.note(f"ended after step {run.step}: {saved}")
         raise
+    finally:
+        gc.unfreeze()
     run.close(whole=True)
     return run
 
@@ -82,7 +85,8 @@ def run_steps(run: Run, progress: Progress) -> None:
             run.checkpoint()  # the warm-up is the longest part of a short run
         if config.run.eval_every and config.run.eval_first:
             run.evaluate()
-    for _ in range(run.step, config.run.steps):
+    begin = run.step
+    for _ in range(begin, config.run.steps):
         step = run.gather()  # rollouts with speculation, and their rewards
         with run.phases("update_drafter"):
             if news := run.finish_bubble():
@@ -100,6 +104,10 @@ def run_steps(run: Run, progress: Progress) -> None:
             raise
         run.log(metrics, step)
         progress.step(run.step, run.last_metrics)
+        if run.step == begin + 1:
+            with run.phases("log"):
+                gc.collect()
+                gc.freeze()  # or a later collection reads all objects of torch, for .3 s
         if run.is_due(config.run.checkpoint_every):
             run.checkpoint()
     run.checkpoint()

@@ -1,5 +1,6 @@
 """The whole loop on a very small model: it runs, resumes to the same tokens, leaves records."""
 
+import gc
 import json
 import operator
 import re
@@ -184,6 +185,17 @@ def test_a_finished_run_resumed_keeps_its_records_and_figures(unbroken, capsys):
     assert "has made 5 steps, and run.steps=5: nothing is left to do; raise it" in shown
     assert history(folder) == before
     assert (folder / "report.html").read_text(encoding="utf-8").count("<figure") == charts
+
+
+def test_collections_leave_out_what_the_first_step_made(tmp_path, monkeypatch):
+    frozen, gather = [], Run.gather
+    monkeypatch.setattr(
+        Run, "gather", lambda run: frozen.append(gc.get_freeze_count()) or gather(run)
+    )
+    run(tmp_path, "frozen", "run.steps=3", "warmup.steps=0")
+    first, second, third = frozen
+    assert first == 0 and second > 10_000 and third <= second
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_run_with_other_noise_is_not_resumed(unbroken, monkeypatch):
