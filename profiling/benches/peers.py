@@ -31,7 +31,16 @@ from profiling.rig.bench import Bench, say
 from profiling.rig.results import ROOT
 from profiling.rig.subjects import QWEN2_7B, QWEN2_15B, Subject, of_checkpoint, of_shape
 from profiling.rig.workload import accept_length, trace_lengths
-from profiling.studies.by_turns import Batch, Made, compare, ours, speeds, theirs, versus
+from profiling.studies.by_turns import (
+    Batch,
+    Made,
+    compare,
+    median_round,
+    ours,
+    speeds,
+    theirs,
+    versus,
+)
 from profiling.studies.exported import ARMS, CHAIN, FAMILIES, case_of, exported
 from profiling.studies.vllm_engines import Engines, eagle3, engines, export, write_state
 
@@ -112,7 +121,7 @@ def smollm2(bench: Bench, made: Engines) -> None:
         adapt(rollout, subject, lengths)
         adapted = ours(rollout, "ucb")
         adapted(trace)
-        versus(bench, "trace of 128, our drafter adapted", adapted(trace), peer)
+        versus(bench, "trace of 128, our drafter adapted", median_round(adapted, trace), peer)
     made.close(kept=["plain"])  # to see whether the other processes cost time
     plain_rows(bench, "smollm2 alone", subject, rollout, made, "plain", ALONE)
 
@@ -142,8 +151,9 @@ def rollouts(
 ) -> Mapping[str, Made]:
     """A whole rollout in our engine with its bandit, and in some of vLLM's engines.
 
-    Our bandit has learned in a rollout before. vLLM's engines have run all smaller batches, for
-    which they compile some kernels when they come to them.
+    Each is the median of `ROUNDS` with other noise, so other responses. Our bandit has learned in a
+    rollout before. vLLM's engines have run all smaller batches, for which they compile some kernels
+    when they come to them.
     """
     own = ours(rollout, "ucb")
     own(batch)
@@ -152,8 +162,8 @@ def rollouts(
     for name in among:
         arm = theirs(made.engines[name])
         arm(falling)
-        peer[name] = arm(batch)
-    mine = own(batch)
+        peer[name] = median_round(arm, batch)
+    mine = median_round(own, batch)
     for name, one in {"bandit": mine, **peer}.items():
         bench.add_row(
             f"{case}, {name}",

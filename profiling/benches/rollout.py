@@ -1,9 +1,10 @@
 """A whole rollout with a long tail: 128 requests of lognormal lengths.
 
-Limits force the lengths of `workload.trace_lengths`; end tokens do not count. `median_us` is the
-wall time of the median round, prefill included. Arms alternate: `off`, each static strategy, and
-the bandit in rollouts after its first, epsilon-greedy (`bandit`) and UCB. `host_share` is the part
-of the time, since the first pass, in which no pass ran.
+Limits force the lengths of `workload.trace_lengths`; end tokens do not count. Each round has other
+noise, so other responses: whether the longest repeats itself can double the time of a round.
+`median_us` is the wall time of the median round, prefill included. Arms alternate: `off`, each
+static strategy, and the bandit in rollouts after its first, epsilon-greedy (`bandit`) and UCB.
+`host_share` is the part of the time, since the first pass, in which no pass ran.
 
 The tail lies past the natural end of responses, where the drafter of the warm start has seen no
 text. So each arm also comes marked `adapted`, as in a run: the spot trainer has recorded one
@@ -13,7 +14,7 @@ seconds. Nothing trains while an arm is timed. The targets compare adapted arms 
 transformers is timed over `HF_STEPS` tokens and extrapolated: `generate` holds the batch until its
 longest request ends, continuous batching emits all tokens of the trace at its measured rate.
 
-`--quick` makes one round and leaves out what no target needs.
+`--quick` leaves out what no target needs.
 """
 
 import gc
@@ -71,7 +72,7 @@ class Arms:
         self.stats: dict[str, RolloutStats] = {}
         self._learned: dict[str, Any] = {}  # states of the bandits that learn
 
-    def run(self, name: str, rollout: Rollout, policy: str) -> None:
+    def run(self, name: str, rollout: Rollout, policy: str, noise: int) -> None:
         """One round of an arm, after one that is not counted.
 
         A bandit that learns keeps its state; its very first round is a separate arm. In a quick
@@ -87,7 +88,8 @@ class Arms:
                 bandit.load_state_dict(self._learned[name])
             engine = rollout.engine
             engine.forget()
-            engine.generate(self.subject.requests(limits, stop=False), record=False)
+            requests = self.subject.requests(limits, stop=False, round=noise)
+            engine.generate(requests, record=False)
             if learns:
                 self._learned[name] = bandit.state_dict()
             elif not counted:
@@ -129,11 +131,11 @@ def replay_arms(arms: Arms) -> None:
 
 def compare(arms: Arms, rollout: Rollout, names: list[str], suffix: str = "") -> None:
     """Rounds of arms with one drafter, every other one in reverse."""
-    for index in range(1 if arms.bench.quick else ROUNDS):
+    for index in range(ROUNDS):
         for name in names if index % 2 == 0 else reversed(names):
             policy = LEARNING.get(name, name)
             # `off` has no drafter to adapt.
-            arms.run(name if name == "off" else name + suffix, rollout, policy)
+            arms.run(name if name == "off" else name + suffix, rollout, policy, index)
 
 
 def adapt(rollout: Rollout, subject: Subject, lengths: list[int]) -> None:
@@ -160,7 +162,7 @@ def other_requests(subject: Subject, lengths: list[int]) -> list[Request]:
     count = len(lengths)
     own = set(subject.prompts(count))
     others = [ids for ids in subject.prompts(2 * count) if ids not in own]
-    requests = subject.requests(lengths, stop=False, round=1)
+    requests = subject.requests(lengths, stop=False, round=ROUNDS)
     return [
         replace(request, prompt_ids=ids) for request, ids in zip(requests, others, strict=False)
     ]

@@ -26,6 +26,7 @@ class Batch:
     limits: list[int]
     temperature: float = 1.0
     stops: tuple[int, ...] = ()
+    noise: int = 0  # of our engine; vLLM has other noise in each call
 
     def cut(self, limit: int) -> Batch:
         return replace(self, limits=[min(limit, own) for own in self.limits])
@@ -36,7 +37,7 @@ class Batch:
         params = SamplingParams(self.temperature, stop_ids=self.stops)
         return [
             Request(
-                request_id("eval", 0, f"peers/{i}", 0),
+                request_id("eval", self.noise, f"peers/{i}", 0),
                 groups[ids],
                 ids,
                 replace(params, max_new_tokens=limit),
@@ -98,6 +99,12 @@ def theirs(engine: Vllm, *, counted: bool = False, tokens: bool = False) -> Arm:
         return Made(made["seconds"], made["lengths"], made.get("accept_length", 1.0), ids)
 
     return generate
+
+
+def median_round(arm: Arm, batch: Batch) -> Made:
+    """The round of median speed, each with other noise than a rollout of `batch` itself."""
+    rounds = [arm(replace(batch, noise=index + 1)) for index in range(ROUNDS)]
+    return sorted(rounds, key=lambda made: made.tokens_per_s)[ROUNDS // 2]
 
 
 @dataclass(frozen=True)

@@ -225,6 +225,18 @@ def test_random_shapes_get_the_accept_length_of_the_warmed_policy(small, tiny, m
     assert rows["7b plain b1"]["vllm_tokens_per_s"] == pytest.approx(1e4)
 
 
+def test_the_median_round_is_of_rounds_with_other_noise():
+    batch, seen = by_turns.Batch([(1,), (2,)], [8, 8]), []
+
+    def arm(batch):
+        seen.append([request.id for request in batch.requests()])
+        return by_turns.Made([5.0, 1.0, 2.0][len(seen) - 1], batch.limits)
+
+    assert by_turns.median_round(arm, batch).seconds == 2.0
+    own = [request.id for request in batch.requests()]
+    assert len({*own, *(id for ids in seen for id in ids)}) == 8
+
+
 def test_a_response_that_ends_early_is_no_speed():
     batch = by_turns.Batch([(1,), (2,)], [8, 8])
     arms = {"one": lambda batch: by_turns.Made(1.0, [8, 7])}
