@@ -76,8 +76,8 @@ __device__ __forceinline__ float lse_of(const Softmax& s) {
   return fma_rn(s.max, kLn2, s.sum == s.sum ? log_f32(s.sum) : s.sum);
 }
 
-// One request of the launch, as a block reads it. The rows of a bad request are reported one by
-// one.
+// One request of the launch, as a block reads it. A bad row_start leaves it no rows; with bad
+// lengths each row is reported (is_valid_row).
 struct Request {
   int64_t index, row, num_rows, context, slot;  // first row, its slot
   bool good;

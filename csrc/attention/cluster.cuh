@@ -17,7 +17,7 @@ class ClusterBlock : public FewBlock<T, kDim, kWarps, Residency::kCluster> {
   using Base::Base;
   using typename Base::Memory;
 
-  // The part of block `rank` of a cluster: it computes splits and tails, then finishes its rows
+  // The work of block `rank` of a cluster: it computes splits and tails, then finishes its rows
   // from the results of all blocks.
   __device__ __forceinline__ void run(int rank) {
     const ClusterCuts<kDim> cuts(tile_keys(p_, r_, row_ + num_rows_));

@@ -4,10 +4,11 @@
 //
 // The query heads of a kv head and the rows of a request are packed into the MMA's M, 64 (row,
 // head) pairs per four warps: on sm_90a one wgmma of four warps, padded if there are fewer pairs;
-// on older cards mma.sync of 16 pairs per warp. A block owns one request, kv head and block of
-// rows, and a range of splits of the keys (splits.h). One producer warp (four, if blocks share keys
-// of 64 dimensions) streams tiles of 64 keys and of 64 values once through a ring in shared memory,
-// by tensor copies (on sm_80 all warps do, by cp.async).
+// on older cards mma.sync of 16 pairs per warp. In some kernels four warps share at most eight
+// pairs (few_block.cuh). A block owns one request, kv head and block of rows, and a range of splits
+// of the keys (splits.h). One producer warp (four, if blocks share keys of 64 dimensions) streams
+// tiles of 64 keys and of 64 values once through a ring in shared memory, by tensor copies (on
+// sm_80 all warps do, by cp.async).
 //
 // With few blocks one more grid dimension distributes the splits: partials go to the caller's
 // workspace, and a second launch (merge.cuh) computes the rows' tails meanwhile and folds all
@@ -57,8 +58,8 @@ __device__ __forceinline__ void release_ring() {
 #endif
 }
 
-// The kv head and the row block of a block. Mostly there is one row block, and a division of a
-// hundred cycles is saved.
+// The kv head and the row block of a block. One row block, the usual case, saves a division of a
+// hundred cycles.
 struct BlockRows {
   int kv_head, first;
 };

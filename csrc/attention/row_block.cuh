@@ -1,4 +1,4 @@
-// The part of one thread block in an attention launch: the keys that it folds for its rows, and how
+// The work of one thread block in an attention launch: the keys that it folds for its rows, and how
 // it stores, shares and finishes the results. kernel.cu describes the whole.
 #pragma once
 
@@ -30,7 +30,7 @@ class RowBlock {
     prefetch_keys<kDim>(source_of(keys_of(item)), 0, kPrefetchKeys);
   }
 
-  // The part of a producer warp in an item. With pdl it copies committed keys at once and waits for
+  // The work of a producer warp in an item. With pdl it copies committed keys at once and waits for
   // the previous kernel before it copies others.
   __device__ __forceinline__ void produce(int item) {
     const KeyRange keys = keys_of(item);
@@ -70,8 +70,8 @@ class RowBlock {
     return kCluster || kResidency == Residency::kFewPairs || l_.partials.acc != nullptr;
   }
 
-  // Keys to prefetch, 64 KB: at that time the previous launch still streams its last keys or
-  // merges, and these wait behind it. If one warp loads, no more than the ring holds.
+  // Keys to prefetch, 64 KB with their values: more would delay the previous launch, which still
+  // streams its last keys or merges. With one producer warp, no more than the ring holds.
   static constexpr int kPrefetchKeys = (1 << 14) / kDim;
 
   // Whether a block of a cluster has several splits to fold.

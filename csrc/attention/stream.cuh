@@ -201,7 +201,7 @@ class KeyStream {
 
 #else
 
-// The stream as a consumer warp sees it.
+// The stream for a consumer warp.
 template <typename T, int kDim, int kWarps, int kRing>
 class KeyStream {
  public:
@@ -258,7 +258,7 @@ __device__ __forceinline__ void prefetch_keys(const KeySource& source, int first
   }
 }
 
-// The part of a producer warp. 1 << `loader_shift` of them, up to 4, share the steps of all tiles,
+// The work of a producer warp. 1 << `loader_shift` of them, up to 4, share the steps of all tiles,
 // one lane per line of 16 keys (a warp issues its boxes one after the other, some 100 cycles each).
 // They store the first position whose page is bad. Keys from `committed` on may be written by the
 // previous kernel. When the ring is full, the keys after those, up to key `ahead` of the stream,

@@ -10,14 +10,15 @@
 
 namespace tlt {
 
-// What lane j reads: the slot of tail key j. Returns status bits, the same in all lanes.
+// What lane j reads: the slot of tail key j.
 struct TailKey {
   int64_t begin;  // position of key 0
   int count;      // keys of the tail
   Place place;    // of this lane's key, where lane < count
 };
 
-// `locate_slot(slot, &place)` finds a slot's page and returns a status bit.
+// Returns status bits, the same in all lanes. `locate_slot(slot, &place)` finds a slot's page and
+// returns a status bit.
 template <typename Locate>
 __device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, const Request& r,
                                                  int64_t row, int lane, Locate&& locate_slot,

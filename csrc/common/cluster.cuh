@@ -7,7 +7,7 @@
 namespace tlt {
 
 // Publishes this thread's writes to its block's shared memory to the cluster. Every thread of every
-// block that has not exited arrives, then waits. A fence of all memory would wait for the card.
+// block that has not exited arrives, then waits. A wider fence would wait for global writes.
 __device__ __forceinline__ void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
 #if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208

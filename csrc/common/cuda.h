@@ -21,7 +21,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
 
 inline cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-// Makes the tensor's device current while the guard lives.
+// Makes a device current while the guard lives.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -70,11 +70,11 @@ inline unsigned grid_axis(const char* op, const char* what, int64_t count) {
 template <typename F>
 int recall(const char* op, const void* kernel, unsigned cluster, int shared_bytes, F&& f) {
   static std::mutex mutex;
-  static std::map<std::tuple<const void*, int, unsigned, int>, int> known;
+  static std::map<std::tuple<const void*, int, unsigned, int>, int> cache;
   int device = 0;
   check_cuda(cudaGetDevice(&device), op);
   const std::lock_guard<std::mutex> lock(mutex);
-  int& value = known.try_emplace({kernel, device, cluster, shared_bytes}, -1).first->second;
+  int& value = cache.try_emplace({kernel, device, cluster, shared_bytes}, -1).first->second;
   return value = f(value);
 }
 
@@ -84,8 +84,8 @@ int recall(const char* op, const void* kernel, unsigned cluster, int shared_byte
 //   TLT_CUDA_ARCHS=80-virtual pip install -e . && pytest -m gpu tests/csrc
 template <typename... Params>
 bool has_hopper_code(const char* op, void (*kernel)(Params...)) {
-  return recall(op, reinterpret_cast<const void*>(kernel), 0, 0, [&](int known) {
-    if (known >= 0) return known;
+  return recall(op, reinterpret_cast<const void*>(kernel), 0, 0, [&](int cached) {
+    if (cached >= 0) return cached;
     cudaFuncAttributes code;
     check_cuda(cudaFuncGetAttributes(&code, kernel), op);
     return code.binaryVersion >= 90 && code.ptxVersion >= 90 ? 1 : 0;
@@ -104,12 +104,12 @@ void allow_shared(const char* op, void (*kernel)(Params...), int bytes) {
   });
 }
 
-// Gives all kernels of a layer the same split of L1 and shared memory: a kernel with another split
-// waits until an SM is empty.
+// Gives a kernel the largest share of shared memory, like all kernels of a layer: one with another
+// split of L1 and shared memory waits until a multiprocessor is empty.
 template <typename... Params>
 void prefer_shared(const char* op, void (*kernel)(Params...)) {
-  recall(op, reinterpret_cast<const void*>(kernel), 0, 0, [&](int known) {
-    if (known < 0) {
+  recall(op, reinterpret_cast<const void*>(kernel), 0, 0, [&](int cached) {
+    if (cached < 0) {
       check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                       cudaSharedmemCarveoutMaxShared),
                  op);

@@ -6,7 +6,7 @@
 
 namespace tlt {
 
-// For arrays on a GPU: runs `cuda()`, or throws if this build has no CUDA kernels.
+// Runs `cpu()`, or `cuda()` for arrays on a GPU; throws if this build has no CUDA kernels.
 template <typename Cpu, typename Cuda>
 void dispatch_device(const char* op, const Tensor& tensor, Cpu&& cpu,
                      [[maybe_unused]] Cuda&& cuda) {

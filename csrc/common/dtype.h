@@ -58,8 +58,7 @@ inline Float16 from_float<Float16>(float value) {
   return {static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13))};
 }
 
-// Calls f with a null pointer of the storage type: dispatch_floating(x.dtype, [&](auto* tag)
-// {...}).
+// Calls f with a null pointer of the storage type: dispatch_floating(dtype, [&](auto* tag) {...}).
 template <typename F>
 void dispatch_floating(DType dtype, F&& f) {
   switch (dtype) {

@@ -79,7 +79,7 @@ TLT_HD float log_f32(float x) {
   return log_parts(exponent, f);
 }
 
-// exp(x) for x <= 0 (also right up to 88); below -87 the result is 0. NaN gives 0.
+// exp(x) for x up to 88; 0 for x <= -87 and for NaN.
 TLT_HD float exp_f32(float x) {
   const float clamped = x > -87.0f ? x : -87.0f;
   const float shifted = fma_rn(clamped, kInvLn2, 0x1.8p23f);  // rounds x / ln 2 into the low bits

@@ -13,7 +13,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Copies 16 bytes to shared memory, past L1. Writes zeros and reads nothing if not `valid`.
+// Copies 16 bytes to shared memory, bypassing L1. Writes zeros and reads nothing if not `valid`.
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),

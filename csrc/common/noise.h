@@ -2,7 +2,7 @@
 //
 // Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11) with
 //   key     = the run's 64-bit seed
-//   counter = (index, position, low 32 bits of request, high 30 bits of request | domain << 30)
+//   counter = (index, position, bits 0 to 31 of request, bits 32 to 61 | domain << 30)
 // and one of its four words. The noise never depends on the batch row, the bucket or the number of
 // calls: that makes speculation exact token by token.
 //
@@ -47,8 +47,8 @@ TLT_HD NoiseKey noise_key(uint64_t seed, int64_t request, NoiseDomain domain) {
 }
 
 TLT_HD void mul_wide(uint32_t a, uint32_t b, uint32_t* high, uint32_t* low) {
-#if defined(__CUDA_ARCH__)  // written out: the compiler adds the high words of the factors, which
-                            // are 0
+#if defined(__CUDA_ARCH__)
+  // In PTX: for a C++ product the compiler also adds the high words of the factors, which are 0.
   asm("{ .reg .b64 p; mul.wide.u32 p, %2, %3; mov.b64 {%0, %1}, p; }"
       : "=r"(*low), "=r"(*high)
       : "r"(a), "r"(b));
@@ -92,13 +92,13 @@ inline RoundKeys round_keys(uint64_t seed) {
   return keys;
 }
 
-// The four words at one position.
+// The four words of an index.
 TLT_HD Philox4 noise_words(const NoiseKey& key, int32_t position, uint32_t index) {
   return philox(index, static_cast<uint32_t>(position), key.request_low, key.request_high,
                 key.seed_low, key.seed_high);
 }
 
-// Selects without an array, which would not be in registers.
+// An array with a variable index would not be in registers.
 TLT_HD uint32_t word_at(const Philox4& words, uint32_t at) {
   const uint32_t low = at & 1 ? words.word[1] : words.word[0];
   const uint32_t high = at & 1 ? words.word[3] : words.word[2];

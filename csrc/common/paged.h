@@ -33,7 +33,7 @@ struct Sequences {
   int64_t table_stride, max_pages, num_pages, page_size;
 };
 
-// Rows [begin, end) of a request. False where row_start is not a rising list inside the rows.
+// Rows [begin, end) of a request. False if row_start does not rise there or leaves the rows.
 TLT_HD bool rows_of(const Sequences& s, int64_t request, int64_t* begin, int64_t* end) {
   *begin = s.row_start[request];
   *end = s.row_start[request + 1];

@@ -106,8 +106,8 @@ class Cluster {
   // folds the parts of all warps.
   template <typename V, typename Op>
   __device__ V reduce(V v, V identity, Op op) {
-    __shared__ V
-        of_warp[2][kPortableCluster * kWarps];  // alternate: read one barrier ahead of a write
+    // Two, used in turn: a barrier lies between reading one and writing it again.
+    __shared__ V of_warp[2][kPortableCluster * kWarps];
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     v = warp_reduce(v, op);
     if (lane < size_) remote(of_warp[turn_], lane)[rank_ * kWarps + warp] = v;
@@ -159,8 +159,8 @@ void launch_cluster_per_item(const char* op, void (*kernel)(Params...), const Cl
 template <typename... Params>
 int64_t max_active_clusters(const char* op, void (*kernel)(Params...), const ClusterShape& shape) {
   const auto* of = reinterpret_cast<const void*>(kernel);
-  return recall(op, of, shape.cluster, shape.shared_bytes, [&](int known) {
-    if (known >= 0) return known;
+  return recall(op, of, shape.cluster, shape.shared_bytes, [&](int cached) {
+    if (cached >= 0) return cached;
     int clusters = 0;
     const LaunchConfig launch(op, kernel, shape.of(op, kernel), nullptr, shape.pdl);
     const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config);

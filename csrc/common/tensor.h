@@ -45,8 +45,9 @@ struct DTypeError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The checks of one argument: `Arg("rms_norm", "x",
-// x).on(out).is({kFloat32}).dense_last().shape({r, h})`. kAny in a shape matches any extent.
+// The checks of one argument:
+//   Arg("rms_norm", "x", x).on(out).is({DType::kFloat32}).dense_last().shape({rows, kAny});
+// kAny in a shape matches any extent.
 constexpr int64_t kAny = -1;
 
 class Arg {
@@ -58,7 +59,7 @@ class Arg {
   const Arg& is(std::initializer_list<DType> wanted) const;               // dtype is one of
   const Arg& is_like(const char* other_name, const Tensor& other) const;  // same dtype as another
   const Arg& dense_last() const;  // last axis contiguous; rows may overlap, as in a broadcast
-  const Arg& separate() const;    // the same without overlap: arrays written, or copied in tiles
+  const Arg& separate() const;    // the same without overlap, for arrays that an op writes or tiles
   const Arg& dense() const;       // C-contiguous
   const Arg& shape(std::initializer_list<int64_t> wanted) const;
   [[noreturn]] void fail(const std::string& wanted, const std::string& got) const;

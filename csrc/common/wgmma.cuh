@@ -26,7 +26,7 @@ __device__ __forceinline__ void take_registers() {
 }
 
 // Descriptor of a matrix in shared memory, with consecutive blocks of 8 rows; `address` must be the
-// same in all lanes. It has two words, so that an offset is one addition in uniform registers.
+// same in all lanes. Only the low word is kept: an offset is one addition in uniform registers.
 struct SharedMatrix {
   uint32_t low;
 

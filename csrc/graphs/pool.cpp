@@ -180,10 +180,10 @@ GraphPool::~GraphPool() {
 
 bool GraphPool::supports_loop(int device) {
   int driver = 0, count = 0;
-  const bool known = cudaDriverGetVersion(&driver) == cudaSuccess &&
+  const bool valid = cudaDriverGetVersion(&driver) == cudaSuccess &&
                      cudaGetDeviceCount(&count) == cudaSuccess && 0 <= device && device < count;
   cudaGetLastError();
-  return known && driver >= kLoopDriver;
+  return valid && driver >= kLoopDriver;
 }
 
 namespace {

@@ -35,8 +35,8 @@ struct GraphUsage {
 };
 
 // The source of one executable: captured graphs (cudaGraph_t), run in this order. With `loop` they
-// repeat until control[GO], int32 on the device, is 0, and at most as often as passes were armed.
-// Graphs of a lower priority are evicted first.
+// repeat until control[kControlGo] is 0, and at most as often as passes were armed. Graphs of a
+// lower priority are evicted first.
 struct GraphSource {
   const std::vector<uintptr_t>& parts;
   const Tensor& control;

@@ -244,8 +244,8 @@ __device__ __forceinline__ float fold_parts(float squares) {
 }
 
 // The sum of squares of a row, by one warp, in every lane. float32: the order of csrc/layers/dot.h
-// (both half-warps do the same). kAhead steps of 512 elements are in flight: few suffice if the row
-// has been requested.
+// with one part, in both half-warps. kAhead steps of 512 elements are in flight: few suffice if
+// loads of the row are in flight already.
 template <int kAhead = 4, typename T>
 __device__ __forceinline__ float warp_squares(const T* row, int dim, bool aligned) {
   const int lane = threadIdx.x % kWarpSize;
@@ -303,7 +303,7 @@ template <int kRowThreads>
 constexpr int kNormBlock = kRowThreads == kWarpSize ? kWarpRows * kWarpSize : kRowThreads;
 
 // A multiprocessor has the registers for 4 rows by blocks, at 64 a thread, and for 20 by warps, at
-// 96. Up to a row a multiprocessor, a block is as fast.
+// 96. With up to one row per multiprocessor, a block is as fast.
 template <typename T>
 bool warps_own_rows(int64_t rows, int64_t dim, bool aligned) {
   constexpr int64_t kFewRows = 132;
@@ -315,7 +315,7 @@ inline KernelShape norm_shape(int64_t rows, bool warps) {
   return {rows, kNormThreads};
 }
 
-// Requests the norm's weight, by all threads of a block.
+// Prefetches the norm's weight into L2. Called by all threads of a block.
 template <int kRowThreads, typename T>
 __device__ __forceinline__ void prefetch_weight(const T* weight, int dim) {
   constexpr int kLine = 128 / sizeof(T), kStep = kNormBlock<kRowThreads> * kLine;
@@ -338,7 +338,7 @@ __device__ __forceinline__ void norm_row(const T* x, const T* weight, T* out, in
   constexpr int kSize = Chunk<T>::kSize, kStep = kRowThreads * kSize;
   constexpr int kHeld = kWarp ? kWarpHeld : 2;
   aligned |= kWarp;
-  // A thread's first aligned chunks are requested before the same elements are for the squares.
+  // The first aligned chunks of a thread are loaded before the row is loaded for the squares.
   const int first = threadIdx.x % kRowThreads * kSize;
   const int held_end = aligned ? dim : 0;
   uint4 held[kHeld], held_weight[kHeld];

@@ -58,18 +58,19 @@ __device__ __forceinline__ void find_angles(const AppendKvParams& after,
 }
 
 // The destinations of the two sums of a pair of a row, and their rotation.
-struct PairEnd {
+struct PairDestination {
   void* low;  // null: not stored
   float2 angle, bias;
-  int zero, turns;
+  int zero, turns;  // see PairOut
 };
 
 // Called by the finishers of a block with `rows` of at most S::kRows rows from `first_row` on and
-// `count` pairs from `begin` on: fills `ends`, [S::kRows, S::kUnit], while the others multiply.
+// `count` pairs from `begin` on: fills `destinations` [S::kRows, S::kUnit] while others multiply.
 template <typename T, typename S>
-__device__ __forceinline__ void find_ends(const LinearParams& p, const AppendKvParams& after,
-                                          int first_row, int rows, int begin, int count,
-                                          PairEnd* ends) {
+__device__ __forceinline__ void find_destinations(const LinearParams& p,
+                                                  const AppendKvParams& after, int first_row,
+                                                  int rows, int begin, int count,
+                                                  PairDestination* destinations) {
   __shared__ RowPlaces<S::kRows> places;
   const int thread = threadIdx.x - kMultipliers, half = static_cast<int>(after.head_dim / 2);
   const int pair = thread % S::kUnit;
@@ -92,14 +93,14 @@ __device__ __forceinline__ void find_ends(const LinearParams& p, const AppendKvP
   for (int i = 0; i < kTurns; ++i) {
     const int row = finished_row<S>(i);
     if (row >= rows) continue;
-    PairEnd end = {nullptr, angle[i], bias, 0, 0};
+    PairDestination to = {nullptr, angle[i], bias, 0, 0};
     if (pair < count && places.request[row] >= 0) {
       const PairOut<T> out = pair_out<T>(after, first_row + row, at, places.at[row]);
-      end.low = out.low;
-      end.zero = out.zero;
-      end.turns = out.turns;
+      to.low = out.low;
+      to.zero = out.zero;
+      to.turns = out.turns;
     }
-    ends[row * S::kUnit + pair] = end;
+    destinations[row * S::kUnit + pair] = to;
   }
 }
 

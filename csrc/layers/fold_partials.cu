@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// Reads past L1, which may hold old values of another GPU's memory.
+// Bypasses L1, which may hold old values of another GPU's memory.
 template <int kWidth>
 __device__ __forceinline__ void load_partial(const float* from, float (&to)[kWidth]) {
   if constexpr (kWidth == 4) {

@@ -286,14 +286,14 @@ class Multiplier {
         multiply<false, true>(acc[2]);
         multiply_pair(acc[1], acc[2], block);
         group_wait_for_all_but<0>();
-        settle(acc[1]);
-        settle(acc[2]);
+        allow_reads(acc[1]);
+        allow_reads(acc[2]);
         add(acc[1], acc[2]);
       } else {
 #pragma unroll 1
         for (; block < work_.num_blocks; block += work_.parts) multiply(acc[1]);
         group_wait_for_all_but<0>();
-        settle(acc[1]);
+        allow_reads(acc[1]);
       }
       release();
       add(acc[0], acc[1]);
@@ -314,14 +314,14 @@ class Multiplier {
       multiply<false>(acc[1]);
       multiply_pair(acc[2], acc[1], first + work_.parts);
       multiply<false>(acc[0]);
-      settle(acc[1]);
-      settle(acc[2]);
+      allow_reads(acc[1]);
+      allow_reads(acc[2]);
       add(acc[1], acc[2]);
       multiply<false>(acc[2]);
       multiply_pair(acc[0], acc[2], first + 2 + work_.parts);
       group_wait_for_all_but<0>();
-      settle(acc[0]);
-      settle(acc[2]);
+      allow_reads(acc[0]);
+      allow_reads(acc[2]);
       release();
       add(acc[0], acc[2]);
       if (first + 4 >= work_.parts) break;
@@ -373,7 +373,7 @@ class Multiplier {
   }
 
   // Completed sums may be read from here on.
-  __device__ __forceinline__ void settle(float (&acc)[Of::kColumns / 8][4]) {
+  __device__ __forceinline__ void allow_reads(float (&acc)[Of::kColumns / 8][4]) {
     for_each_sum<Of::kColumns>([&](int j, int c) { asm volatile("" : "+f"(acc[j][c])::"memory"); });
   }
 
@@ -402,7 +402,7 @@ class Multiplier {
     last_ = stage;
   }
 
-  // Waits for the next block's operands, in all lanes, while products are in flight.
+  // Sets the descriptors of the next block's operands, in all lanes, while products are in flight.
   __device__ __forceinline__ void describe() {
     const uint32_t stage = stages_ + at_.stage * grid_.stage_bytes;
     w_ = SharedMatrix(stage + across_ * kLineBytes);

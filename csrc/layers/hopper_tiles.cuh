@@ -35,7 +35,7 @@ struct Tile {
   static constexpr int kStartRegisters = 65536 / (kPerSm * kThreads) / 8 * 8;
   static constexpr int kRegisters = kGroups == 1 ? 208 : 232;
   static constexpr int kLoadRegisters = kGroups == 1 ? 48 : 40;
-  // Cycles of a block of K at least, and of the end of a tile: parts of the estimate of
+  // Least cycles of a block of K, and cycles of the end of a tile: terms of the estimate in
   // consider_grid.
   static constexpr int kBlockCycles = kGroups == 1     ? 350
                                       : kAlong == 2    ? 420
@@ -57,7 +57,7 @@ struct Tile {
                 "the last stage reads too far");
 };
 
-constexpr int kBeside = 2;  // parts of K that are multiplied side by side
+constexpr int kPartsAtOnce = 2;  // parts of K that are multiplied side by side
 
 struct Grid {
   int row_tiles, tiles, blocks;
@@ -119,8 +119,9 @@ struct Barriers {
   uint64_t full[kMaxStages], empty[kMaxStages];
 };
 
-// Called by one thread: fills the weights' half of the ring, or the half of x once the prior
+// Called by one thread: fills the weights' part of each stage, or the part of x once the prior
 // kernels have ended, in the order of Multiplier::sum_parts.
+//
 // The last row tile has a map of its own without rows past the end, which would be filled with
 // zeros. The sums of those rows are not stored, so they may read what is there.
 template <typename Of, bool kWeights>
@@ -150,8 +151,8 @@ __device__ __forceinline__ void load_operand(Work work, const Grid& grid, bool p
                        : copy_rows(to, from, block * kBlockK, row, barrier);
       at.advance(grid.stages);
     };
-    for (int first = work.begin; first < work.end; first += kBeside) {
-      const int count = min(kBeside, work.end - first);
+    for (int first = work.begin; first < work.end; first += kPartsAtOnce) {
+      const int count = min(kPartsAtOnce, work.end - first);
       for (int block = first; block < work.num_blocks; block += work.parts) {
         const int end = min(block + count, work.num_blocks);
 #pragma unroll 1

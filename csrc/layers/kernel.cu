@@ -2,9 +2,9 @@
 // silu_mul: out[r, i] = silu(x[r, i]) * x[r, dim + i].
 //
 // One block or one warp owns one row of the norm. One warp sums its squares in the order of
-// device.cuh (float32: the CPU's), so the bits never depend on how many rows there are. The row and
-// the weight are requested before, and threads hold them until the sum is known. One thread owns
-// one 16-byte chunk of the activation. Both read and write each element once: 2 (norm) and 3
+// device.cuh (float32: the CPU's), so the bits never depend on how many rows there are. Threads
+// load the row and the weight before and hold them until the sum is complete. One thread owns one
+// 16-byte chunk of the activation. Both read and write each element once: 2 (norm) and 3
 // (activation) times rows * dim elements. Rows that are not 16-byte aligned are read element by
 // element, in the same order. Any dim; float32, float16, bfloat16.
 #include "common/cuda.h"

@@ -7,11 +7,11 @@ namespace {
 
 Card card_of(int device) {
   Card card = {};
-  const auto ask = [&](int* value, cudaDeviceAttr attribute) {
+  const auto query = [&](int* value, cudaDeviceAttr attribute) {
     check_cuda(cudaDeviceGetAttribute(value, attribute, device), "device");
   };
-  ask(&card.num_sms, cudaDevAttrMultiProcessorCount);
-  ask(&card.max_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  query(&card.num_sms, cudaDevAttrMultiProcessorCount);
+  query(&card.max_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   return card;
 }
 
@@ -28,9 +28,9 @@ LinearKernelParams kernel_params(const char* op, const LinearParams& p, bool sil
   return params;
 }
 
-// Whether aligned rows are few. Up to 8 are, except for many weights, which the larger copies of
-// wgmma read faster, and for narrow ones with long rows, whose parts clusters share. More are if it
-// costs less to read the weights again for each piece than to start another kernel.
+// Whether aligned rows are few: up to 128 with a norm, else up to 8, except for many weights, which
+// the larger copies of wgmma read faster, and for narrow ones with long rows, whose parts clusters
+// share; or more if it costs less to read the weights for each piece than to start another kernel.
 bool decodes(const LinearParams& p, const Card& card) {
   constexpr int64_t kFewRows = 8, kFewNormedRows = 128, kFewPieces = 64, kFewWeights = 4 << 20;
   if (p.norm_weight) return p.rows <= kFewNormedRows;

@@ -111,24 +111,25 @@ struct Card {
   int num_sms, max_shared;  // bytes of a block
 };
 
-// Launchers, on the current device: aligned rows, fast if rows or weights are few; more aligned
-// rows, without a norm, silu_mul of a multiple of 8 columns; any rows; float32.
 constexpr int kPieceRows = 16;  // rows that the decode kernel takes at once
 constexpr int kSmallRows = 8;   // rows that launch_small takes, unless they append
+
+// Launchers, on the current device. Aligned rows; fast if rows or weights are few:
 void launch_decode(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
 void launch_decode_append(const LinearKernelParams& p, const AppendKvParams& append,
                           const Card& card, cudaStream_t stream);
-// Aligned rows of a small model's layer, tried first: few rows, and more. They return false if they
-// do not support these rows or weights.
+// Aligned rows of a small model's layer, few or more; tried first. They return false if they do not
+// support these rows or weights:
 bool launch_small(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
 bool launch_small_append(const LinearKernelParams& p, const AppendKvParams& append,
                          const Card& card, cudaStream_t stream);
 bool launch_mid(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
 bool launch_mid_append(const LinearKernelParams& p, const AppendKvParams& append, const Card& card,
                        cudaStream_t stream);
-bool has_hopper_kernel();  // whether this build and the current device have the next one
+// Aligned rows without a norm; with silu_mul a multiple of 8 columns:
+bool has_hopper_kernel();  // whether this build and the current device have it
 void launch_hopper(const LinearKernelParams& p, const Card& card, cudaStream_t stream);
-void launch_tiles(const LinearKernelParams& p, cudaStream_t stream);
+void launch_tiles(const LinearKernelParams& p, cudaStream_t stream);  // any 16-bit rows
 void launch_float32(const LinearKernelParams& p, cudaStream_t stream);
 void launch_float32_append(const LinearKernelParams& p, const AppendKvParams& append,
                            cudaStream_t stream);

@@ -1,7 +1,7 @@
-// The linears of few aligned float16 or bfloat16 rows, with or without a norm before. The weights
-// are read from memory once, which determines the time (order of the sum: linear.cuh). Up to 8 rows
-// have a separate form. More than 16 rows are cut into pieces, the grid's second axis. All pieces
-// run at once, and all but the first read the weights from L2.
+// The linears of few aligned float16 or bfloat16 rows, with or without a preceding norm. The
+// weights are read from memory once, which determines the time (order of the sum: linear.cuh). Up
+// to 8 rows have a separate form. More than 16 rows are cut into pieces, the grid's second axis.
+// All pieces run at once, and all but the first read the weights from L2.
 //
 // A block owns tiles of up to 32 weight rows; each of its 8 warps owns one part of K. A warp copies
 // the weight chunks of its own MMA fragments into its own ring slots, so the ring needs no barrier
@@ -27,9 +27,9 @@ constexpr int kWarps = kParts;  // one part each
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-// Called by a warp. Row g of a fragment has elements of row[r] of lanes 4 g to 4 g + 3: every
-// eighth block from `begin`, the same in all lanes, up to `end`. A lane's elements start at offset
-// `at` in a block. Lane 4 g + g / 2 gets the sums of row g.
+// Sums the squares of one part of rows, by one warp: every eighth block of K from `begin` to `end`,
+// which are the same in all lanes. Lanes 4 g to 4 g + 3 pass row g of fragment r as row[r]; a
+// lane's elements start at offset `at` in a block. Lane 4 g + g / 2 gets the sums of row g.
 template <int kRows, typename T>
 __device__ __forceinline__ void sum_squares(const T* const (&row)[kRows], const int (&dim)[kRows],
                                             int begin, int end, int at, float (&squares)[kRows]) {
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads<After>, kBlocksPerSm)
   const LinearParams& p = params.linear;
   const int in_dim = static_cast<int>(p.in_dim), first_row = blockIdx.y * D::kRows;
   const int rows = min(static_cast<int>(p.rows) - first_row, D::kRows);
-  // One appending form serves both; the branch also avoids register spills.
+  // One appending form serves rows with and without a norm; the branch also avoids spills.
   const bool norms = kNorms && p.norm_weight != nullptr;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;

@@ -131,7 +131,7 @@ int64_t usable_sms(const Card& card, int split) {
 }
 
 // The grid of a tile. Blocks sum whole tiles in rounds, and with split > 1 clusters share the parts
-// of the tiles of the last round. Nothing if these are too many for one round.
+// of the tiles of the last round. std::nullopt if these are too many for one round.
 template <typename Of>
 std::optional<Grid> make_grid(const LinearParams& p, const Card& card, int split,
                               int64_t tile_rows) {
@@ -172,11 +172,11 @@ void consider_grid(const LinearParams& p, const Card& card, int split, int64_t t
   const std::optional<Grid> grid = make_grid<Of>(p, card, split, tile_rows);
   if (!grid) return;
   const int64_t sms = usable_sms(card, split), slots = sms * Of::kPerSm;
-  const auto round_cycles = [&](int64_t blocks, int of) {  // of so many blocks, 1 / of of K each
+  const auto round_cycles = [&](int64_t blocks, int of) {  // of so many blocks, each 1 / `of` of K
     const int64_t steps = ceil_div(ceil_div(p.in_dim, kBlockK), of);
-    const int64_t beside = ceil_div(blocks, sms);  // per multiprocessor
-    const int64_t loads = beside * (tile_rows + Of::kRows) * kLineBytes / kL2Bytes;
-    const int64_t products = beside * ceil_div(tile_rows, 64) * 2 * Of::kRows;
+    const int64_t per_sm = ceil_div(blocks, sms);
+    const int64_t loads = per_sm * (tile_rows + Of::kRows) * kLineBytes / kL2Bytes;
+    const int64_t products = per_sm * ceil_div(tile_rows, 64) * 2 * Of::kRows;
     const int64_t step = std::max({loads, products + products / 12, int64_t{Of::kBlockCycles}});
     const int64_t weights = blocks * tile_rows * kLineBytes * steps / grid->row_tiles;
     const bool overlaps = Of::kAcross == 2 && of == 1 && p.parts >= 4 && grid->row_tiles > 2;
@@ -234,8 +234,8 @@ void launch_best(const LinearKernelParams& p, const Card& card, cudaStream_t str
 
 bool has_hopper_kernel() {
   const auto* kernel = reinterpret_cast<const void*>(hopper_kernel<__half, Small>);
-  const int has = recall("linear", kernel, 0, 0, [&](int known) {
-    if (known >= 0) return known;
+  const int has = recall("linear", kernel, 0, 0, [&](int cached) {
+    if (cached >= 0) return cached;
     cudaFuncAttributes code;  // code for other cards is empty, without barriers
     check_cuda(cudaFuncGetAttributes(&code, kernel), "linear");
     return code.sharedSizeBytes > 0 ? 1 : 0;

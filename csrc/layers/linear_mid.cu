@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
                const __grid_constant__ After after) {
   extern __shared__ uint4 shared[];
   __shared__ float4 squares[kNorms ? S::kRows : 1][kParts / 4];
-  __shared__ PairEnd ends[kAppends<After> ? S::kRows * S::kUnit : 1];
+  __shared__ PairDestination destinations[kAppends<After> ? S::kRows * S::kUnit : 1];
   launch_dependents();
   const LinearParams& p = params.linear;
   const int first_row = blockIdx.y * S::kRows;
@@ -103,11 +103,11 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
     // Four neighbouring outputs of a thread, and their addends.
     const int out_row = threadIdx.x / (S::kUnit / 4), out_col = threadIdx.x % (S::kUnit / 4) * 4;
     static_assert(kAppends<After> || S::kRows * S::kUnit <= 4 * kMultipliers);
-    const bool ends_here = !kAppends<After> && out_row < rows && out_col < count;
+    const bool stores = !kAppends<After> && out_row < rows && out_col < count;
     const bool wide = p.out_dtype == DType::kFloat32;
     uint4 bias = {}, residual = {};
     if constexpr (!kPairs<After>) {
-      if (ends_here && p.bias) bias = load_four<T>(p.bias, begin + out_col, false);
+      if (stores && p.bias) bias = load_four<T>(p.bias, begin + out_col, false);
     }
     wait_for_prior_grid();
 
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
       commit_copies();  // the first group includes the weights
     }
     if constexpr (!kPairs<After>) {
-      if (ends_here && p.residual) {
+      if (stores && p.residual) {
         residual = load_four<T>(p.residual,
                                 (first_row + out_row) * p.residual_stride + begin + out_col, wide);
       }
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
     }
     sync_sums<After>();
     if constexpr (!kAppends<After>) {
-      if (!ends_here) return;
+      if (!stores) return;
       const auto four_sums = [&](int col, float (&sum)[4]) {
         const float* from = sums + sum_index<S::kCols>(out_row, col);
         float part[4][kParts];
@@ -267,13 +267,13 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
       }
     }
   } else if constexpr (kAppends<After>) {
-    find_ends<T, S>(p, after, first_row, rows, begin, count, ends);
+    find_destinations<T, S>(p, after, first_row, rows, begin, count, destinations);
     sync_sums<After>();  // the prior grids have ended too
   }
   if constexpr (kAppends<After>) {
     for (int i = threadIdx.x; i < rows * S::kUnit; i += kBlockThreads<After>) {
-      const PairEnd& end = ends[i];
-      if (end.low == nullptr) continue;
+      const PairDestination& to = destinations[i];
+      if (to.low == nullptr) continue;
       const int row = i / S::kUnit, pair = i % S::kUnit, col = pair / 8 * 16 + pair % 8;
       float part[2][kParts];
 #pragma unroll
@@ -283,14 +283,14 @@ __global__ void __launch_bounds__(kBlockThreads<After>, 2)
       }
       float low = sum_of_parts(part[0]), high = sum_of_parts(part[1]);
       if (p.bias) {
-        low += end.bias.x;
-        high += end.bias.y;
+        low += to.bias.x;
+        high += to.bias.y;
       }
       PairOut<T> out;
-      out.low = static_cast<T*>(end.low);
-      out.zero = end.zero;
-      out.turns = end.turns;
-      store_pair(out, static_cast<int>(after.head_dim / 2), low, high, end.angle);
+      out.low = static_cast<T*>(to.low);
+      out.zero = to.zero;
+      out.turns = to.turns;
+      store_pair(out, static_cast<int>(after.head_dim / 2), low, high, to.angle);
     }
   }
 }
@@ -332,19 +332,20 @@ void consider(const LinearParams& p, const Card& card, Choice<After>* best) {
   // A block's shared memory besides the dynamic part. A multiprocessor has room for the system's
   // part of one more block.
   constexpr int kSystem = 1024, kSquares = S::kRows * kParts * 4;
-  constexpr int kEnds =
-      kAppends<After> ? S::kRows * S::kUnit * sizeof(PairEnd) + sizeof(RowPlaces<S::kRows>) : 0;
+  constexpr int kLookup =
+      kAppends<After> ? S::kRows * S::kUnit * sizeof(PairDestination) + sizeof(RowPlaces<S::kRows>)
+                      : 0;
   const bool two =
-      2 * (shape.shared_bytes + kSystem + kSquares + kEnds) <= card.max_shared + kSystem;
+      2 * (shape.shared_bytes + kSystem + kSquares + kLookup) <= card.max_shared + kSystem;
   const int64_t blocks = shape.blocks * shape.rows, rounds = ceil_div(blocks, card.num_sms);
   const int64_t waves = two ? ceil_div(rounds, 2) : rounds;
   const int64_t products = p.in_dim * S::kRows * S::kCols;
   int64_t cycles;
   if constexpr (kPairs<After>) {
-    constexpr int kProducts = 137, kBesideCycles = 2200;  // kProducts: per cycle
+    constexpr int kProducts = 137, kSecondBlockCycles = 2200;  // kProducts: per cycle
     constexpr int kBlockCycles = kAppends<After> ? 5400 : 2500;
-    cycles =
-        waves * (products / kProducts + kBlockCycles + (two && rounds > 1 ? kBesideCycles : 0));
+    cycles = waves *
+             (products / kProducts + kBlockCycles + (two && rounds > 1 ? kSecondBlockCycles : 0));
   } else {
     constexpr int kL2Bytes = 53, kProducts = 1270, kBlockCycles = 400;  // per cycle; per block
     cycles = rounds * (p.in_dim * S::kRows * 2 / kL2Bytes + products / kProducts + kBlockCycles);
@@ -358,11 +359,11 @@ template <typename T, typename After>
 bool launch_best(const LinearKernelParams& params, const After& after, const Card& card,
                  cudaStream_t stream) {
   const LinearParams& p = params.linear;
-  constexpr int64_t kAloneRows = 320;  // without a norm: wgmma runs more rows or waves
-  const bool alone = p.norm_weight == nullptr && !kAppends<After>;
-  if (alone && p.rows > kAloneRows) return false;
-  const int64_t alone_waves = has_hopper_kernel() ? 1 : 2;
-  Choice<After> best{alone ? alone_waves : p.rows <= kPieceRows ? 1 : INT64_MAX};
+  constexpr int64_t kPlainRows = 320;  // with more rows or waves wgmma is faster
+  const bool plain = p.norm_weight == nullptr && !kAppends<After>;
+  if (plain && p.rows > kPlainRows) return false;
+  const int64_t plain_waves = has_hopper_kernel() ? 1 : 2;
+  Choice<After> best{plain ? plain_waves : p.rows <= kPieceRows ? 1 : INT64_MAX};
   if constexpr (std::is_same_v<After, Nothing>) {
     consider<T, Mid<2, 1, After>, false>(p, card, &best);
     consider<T, Mid<2, 2, After>, false>(p, card, &best);

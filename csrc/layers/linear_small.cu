@@ -8,8 +8,8 @@
 // once, and multiplies; the parts are added in shared memory. Blocks are small, so that blocks of
 // the next launches fit on the same multiprocessor and load their weights in time.
 //
-// A block owns up to 8 weight rows, or 8 or 16 pairs of them (pairs.cuh; to append, of one head):
-// low and high rows of a fragment. Bytes: the weights.
+// A block owns up to 8 weight rows, or up to 8 pairs of them, 16 with an activation (pairs.cuh; to
+// append, of one head): low and high rows of a fragment. Bytes: the weights.
 #include <algorithm>
 #include <type_traits>
 
@@ -25,7 +25,7 @@ template <int kRowTiles_, int kSteps_, typename After>
 struct Small {
   static constexpr int kRowTiles = kRowTiles_;  // tiles of 8 rows of x
   static constexpr int kSteps = kSteps_;        // at most so many blocks of K in a part
-  // Fragments of weight rows; with a norm and an activation, one row's products cost little more.
+  // Fragments of weight rows; with an activation a second one costs little.
   static constexpr int kTiles = std::is_same_v<After, SiluMul> ? 2 : 1;
   static constexpr int kHalves = kPairs<After> ? 2 : 1;  // of a fragment, low and high rows
   static constexpr int kUnit = 8 * kTiles;               // weight rows of a block, or pairs
@@ -101,7 +101,7 @@ __device__ __forceinline__ float sum_at(uint32_t address) {
   return sum_of_parts(part);
 }
 
-// Divides by a number; what does not depend on the dividend is computed before that is known.
+// Divides by a number; what does not depend on the dividend is computed in advance.
 class Divisor {
  public:
   __device__ explicit Divisor(uint32_t by) : by_(by), inverse_(UINT32_MAX / by) { keep(inverse_); }
@@ -120,8 +120,8 @@ class Divisor {
 };
 
 // Called by a warp whose lane i has `count` rows of request i, from `begin` on. Returns the request
-// of `row`, or -1, and the slot. S::kUnit neighbouring lanes ask for the same row, and the next
-// ones for the next row. Nothing passes through shared memory, which would take longer.
+// of `row`, or -1, and the slot. S::kUnit neighbouring lanes pass the same row, and the next
+// ones the next row. Nothing passes through shared memory, which would take longer.
 template <typename S>
 __device__ __forceinline__ int find_request(int row, uint32_t begin, uint32_t count,
                                             int64_t first_slot, int64_t* slot) {
@@ -150,8 +150,9 @@ __device__ __forceinline__ int32_t load_entry(const int32_t* from, bool exists, 
 }
 
 // The epilogue of the appending form, in separate warps: they look up the destinations of the sums,
-// then store them. A block that starts late waits for these lookups. So only two loads depend on
-// each other: positions and the fields of requests are loaded first, then pages and angles.
+// then store them. A block that starts late waits for these lookups, so no
+// chain of their loads is longer than two: positions and the fields of requests, then pages and
+// angles.
 template <typename T, typename S>
 __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendKvParams& after,
                                             const float* sums, int rows, int begin, int count) {
@@ -302,7 +303,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
   }
   // The output of a thread, if it has one.
   const int out_row = threadIdx.x / S::kUnit, out_col = threadIdx.x % S::kUnit;
-  const bool ends = !kAppends<After> && out_row < rows && out_col < count;
+  const bool stores = !kAppends<After> && out_row < rows && out_col < count;
   char* out_to = nullptr;
   if constexpr (!kAppends<After>) {
     out_to = out_of(p, out_row * p.out_stride + begin + out_col);
@@ -314,8 +315,8 @@ __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
   const uint32_t out_sum =
       sum_address<S>(sums, out_row, kPairs<After> ? low_col(out_col) : out_col);
   if constexpr (!kPairs<After>) {
-    if (ends && p.bias) added.bias = static_cast<const uint16_t*>(p.bias)[begin + out_col];
-    if (ends && p.residual) prefetch_line(residual_of(p, residual_at));
+    if (stores && p.bias) added.bias = static_cast<const uint16_t*>(p.bias)[begin + out_col];
+    if (stores && p.residual) prefetch_line(residual_of(p, residual_at));
   }
   wait_for_prior_grid();
 
@@ -332,7 +333,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
     }
   }
   if constexpr (!kPairs<After>) {
-    if (ends && p.residual) added.residual = load_residual(p, residual_at);
+    if (stores && p.residual) added.residual = load_residual(p, residual_at);
   }
   if (norms) {
     float sum[S::kRowTiles][2][4] = {};
@@ -397,7 +398,7 @@ __global__ void __launch_bounds__(kBlockThreads<After>, S::kPerSm)
     }
   }
   sync_sums<After>();
-  if (!ends) return;
+  if (!stores) return;
   if constexpr (std::is_same_v<After, SiluMul>) {
     *reinterpret_cast<T*>(out_to) =
         silu_mul_sums<T>(sum_at<S>(out_sum), sum_at<S>(out_sum ^ kHighColumn));

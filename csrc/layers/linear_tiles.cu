@@ -1,7 +1,7 @@
-// linear_rows and linear_silu_mul, with or without a norm before, for any float16 or bfloat16 rows,
-// bit-identical to the decode kernel (order of the sum: linear.cuh): the parts of K are summed one
-// after the other. The only kernel for unaligned rows, and for fewer than eight parts on cards
-// without wgmma.
+// linear_rows and linear_silu_mul, with or without a preceding norm, for any float16 or bfloat16
+// rows, bit-identical to the decode kernel (order of the sum: linear.cuh): the parts of K are
+// summed one after the other. The only kernel for unaligned rows, and for fewer than eight parts on
+// cards without wgmma.
 //
 // A block owns 64 weight rows x 64 rows of x, a warp 32 x 32 outputs. Both operands pass through a
 // ring in shared memory; a thread applies the norm to the chunks that it copied, one step before
@@ -55,14 +55,16 @@ struct Operand {
 // The blocks of K, part by part.
 struct Cursor {
   int num_blocks, parts, part = 0, block = 0;
-  __device__ Cursor(int num_blocks, int parts) : num_blocks(num_blocks), parts(parts) { settle(); }
+  __device__ Cursor(int num_blocks, int parts) : num_blocks(num_blocks), parts(parts) {
+    skip_finished_parts();
+  }
   __device__ bool done() const { return part >= parts; }
-  __device__ void settle() {
+  __device__ void skip_finished_parts() {
     while (block >= num_blocks && !done()) block = ++part;
   }
   __device__ void next() {
     block += parts;
-    settle();
+    skip_finished_parts();
   }
 };
 

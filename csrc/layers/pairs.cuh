@@ -1,4 +1,4 @@
-// The epilogue of a linear, a type in its kernels. If it takes sums in *pairs*, a block owns both
+// The epilogue of a linear: `After` of its kernels. If it takes sums in *pairs*, a block owns both
 // weight rows of each: gate and up, or row i of a head and row i + head_dim / 2, which RoPE rotates
 // together. Sums of q, k and v are then stored where `append_kv` would store them.
 #pragma once

@@ -1,8 +1,8 @@
 // Hopper's tensor cores on two operands in shared memory (wgmma, sm_90a): d += a b^T, or d = a b^T,
 // by four warps, a being 64 rows of 16 elements, b 64, 80, 96 or 128 of them, both in rows of 128
-// bytes, swizzled by a tensor copy. d is laid out as that of m16n8k16: column 8 j + 2 t
-// + c % 2 of row 16 warp + g + 8 (c / 2) is d[j][c]. The sums have the bits of m16n8k16 on the same
-// 16 elements.
+// bytes, swizzled by a tensor copy. d is laid out as that of m16n8k16: column 8 j + 2 t + c % 2 of
+// row 16 warp + g + 8 (c / 2) is d[j][c]. The sums have the bits of m16n8k16 on the same 16
+// elements.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -111,7 +111,7 @@ class Filter {
       const auto is_before = [=](int32_t id, float x) {
         return x > choice.logit || (x == choice.logit && id < choice.token);
       };
-      float before = few ? narrow(is_before, bits) : look(choice, bits);
+      float before = few ? narrow_before(is_before, bits) : mark_before(choice, bits);
       before = cluster_.sum(before);
       if (before < 0.5f * one_) return choice;  // the first id is always kept
       if (before < (top_p - doubt_) * sum) return choice;
@@ -163,7 +163,7 @@ class Filter {
   template <typename Kept>
   __device__ GumbelMax search_groups(Kept&& kept, float least, const Draw& draw) {
     GumbelMax gumbel_max;
-    gumbel_max.reached = scanner_.known_score(kept);
+    gumbel_max.reached = scanner_.best_kept_score(kept);
     const auto logit_of = [&](int, int, int32_t id) {
       const float x = id < row_.vocab_size ? logit(id) : kNegInf;
       return !row_.is_bad(x) && kept(id, x) ? x : kNegInf;
@@ -186,7 +186,7 @@ class Filter {
   template <typename Kept>
   __device__ GumbelMax search_bits(Kept&& kept, IdBits<T> bits, const Draw& draw) {
     GumbelMax gumbel_max;
-    gumbel_max.reached = scanner_.known_score(kept);
+    gumbel_max.reached = scanner_.best_kept_score(kept);
     while (bits.any()) {
       const int place = bits.first();
       bits.drop(place);
@@ -210,8 +210,8 @@ class Filter {
 
   // Returns this thread's mass of the ids that rank before a choice, and sets the bits of those
   // ids. Equal logits rank by their ids, so an id ranks before the choice if its logit exceeds a
-  // bar.
-  __device__ float look(const Choice& choice, IdBits<T>& bits) {
+  // bar: the choice's logit or, for ids below the choice's, the next lower float.
+  __device__ float mark_before(const Choice& choice, IdBits<T>& bits) {
     const float below = nextafterf(choice.logit, kNegInf);
     float before = 0.0f;
     bits = IdBits<T>{};
@@ -255,7 +255,7 @@ class Filter {
 
   // The same, if the ids are among those whose bit is set.
   template <typename IsBefore>
-  __device__ float narrow(IsBefore&& is_before, IdBits<T>& bits) {
+  __device__ float narrow_before(IsBefore&& is_before, IdBits<T>& bits) {
     float before = 0.0f;
     for (IdBits<T> left = bits; left.any();) {
       const int place = left.first();

@@ -38,7 +38,7 @@ struct Draw {
   __device__ __forceinline__ Philox4 rest_words(uint32_t quad) const {
     return philox(quad, rest_key(key).request_high);
   }
-  // The noise of an id, -log of an exponential.
+  // The exponential of an id; its noise is -log of it.
   __device__ __forceinline__ float exponential(uint32_t word, uint32_t id) const {
     return group_exponential(word, word_at(rest_words(id / 4), id % 4), id);
   }
@@ -153,8 +153,8 @@ struct GumbelMax {
     const float u = mul_rn(add_rn(static_cast<float>(word >> 3), 0.5f), 0x1p-29f);
     const float above = word < 1u << 26 ? -0.02f : -0.3f;
     const float noise = add_rn(fma_rn(log2_approx(u), -kLn2, 3 * kLn2), above);
-    const bool sure = word < 1u << 30 && !row.is_bad(logit);
-    return sure ? add_rn(row.scaled(logit), noise) : kNegInf;
+    const bool valid = word < 1u << 30 && !row.is_bad(logit);
+    return valid ? add_rn(row.scaled(logit), noise) : kNegInf;
   }
 
  private:

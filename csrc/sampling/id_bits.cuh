@@ -33,15 +33,15 @@ struct IdBits {
   }
   // The position of the first id whose bit is set; there must be one.
   __device__ __forceinline__ int first() const {
-    uint32_t of = word[0];
+    uint32_t highest = word[0];
     int last = 31;
 #pragma unroll
     for (int i = 1; i < kWords; ++i) {
       if (word[i] == 0) continue;
-      of = word[i];
+      highest = word[i];
       last = 32 * i + 31;
     }
-    return last - __clz(of);
+    return last - __clz(highest);
   }
   __device__ __forceinline__ void drop(int place) {
 #pragma unroll

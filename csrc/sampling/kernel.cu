@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kFollowThreads)
   }
   results[t] = result;
   flags[t] = (stops ? kStops : 0) | (result.bad ? kBad : 0);
-  children[t] = kMaxTreeRows;  // no such child was drafted
+  children[t] = kNoChild;
   __syncthreads();
   const int32_t parent = mine ? tree.parents[t] : -1;
   if (parent >= 0 && parent < t && tree.tokens[t] == results[parent].drawn.token) {
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kFollowThreads)
     if (t == 0) path[count] = node;
     if (flags[node] & kBad) status |= kStatusNanLogits;
     if (flags[node] & kStops) finish = kStopId;
-    node = finish == kStopId ? kMaxTreeRows : children[node];
+    node = finish == kStopId ? kNoChild : children[node];
   }
   __syncwarp();
 #pragma unroll 1
@@ -248,14 +248,15 @@ void verify_tree_cuda(const VerifyParams& p, int device, uintptr_t stream) {
   const DeviceGuard guard(device);
   dispatch_storage(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    const auto kernel = draw_nodes_kernel<T>;
+    const auto nodes_kernel = draw_nodes_kernel<T>;
     if (p.workspace == nullptr || p.num_rows == 0 ||
-        p.num_rows > rows_at_once<T>(op, kernel, device, p.vocab_size)) {
-      const auto emit_path = draw_path_kernel<T>;
-      const ClusterShape shape = row_launch<T>(op, emit_path, p.num_requests, p.vocab_size);
-      return launch_cluster_per_item(op, emit_path, shape, as_stream(stream), p);
+        p.num_rows > rows_at_once<T>(op, nodes_kernel, device, p.vocab_size)) {
+      const auto path_kernel = draw_path_kernel<T>;
+      const ClusterShape shape = row_launch<T>(op, path_kernel, p.num_requests, p.vocab_size);
+      return launch_cluster_per_item(op, path_kernel, shape, as_stream(stream), p);
     }
-    launch_cluster_per_item(op, kernel, row_launch<T>(op, kernel, p.num_rows, p.vocab_size),
+    launch_cluster_per_item(op, nodes_kernel,
+                            row_launch<T>(op, nodes_kernel, p.num_rows, p.vocab_size),
                             as_stream(stream), p);
     launch_cluster_per_item(op, follow_kernel, {p.num_requests, kFollowThreads, 0, 1, true},
                             as_stream(stream), p);

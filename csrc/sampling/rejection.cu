@@ -196,9 +196,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           if (tree.parents[child] != node || drafted < 0 || drafted >= p.vocab_size) continue;
           const Entry entry = distributions.at(drafted);
           const float proposed = p.deterministic ? 1.0f : entry.draft;
-          if (!(proposed > 0.0f))
-            continue;  // a duplicate, or a token that cannot have been drawn from the draft
-                       // distribution
+          if (!(proposed > 0.0f)) continue;  // a duplicate, or not drawn from the draft
           if (mul_rn(accept_uniform(p, b, position, child), proposed) < entry.target) {
             token = drafted;
             accepted = child;

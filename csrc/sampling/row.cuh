@@ -266,8 +266,8 @@ struct RowResult {
     if (has_no_finite()) return kNegInf;
     const float power = fma_rn(of_logit, row.log2_scale, -row.shift(max));
     const float logprob = add_rn(mul_rn(power, 0.693147182f), -log_f32(fmaxf(sum, FLT_MIN)));
-    return fminf(logprob,
-                 0.0f);  // the shift is rounded, so the power of the largest logit is not exactly 0
+    // The shift is rounded, so the power of the largest logit is not exactly 0.
+    return fminf(logprob, 0.0f);
   }
 };
 

@@ -1,6 +1,6 @@
-// One row of target logits under the sampling parameters of one request. Every token that is drawn
-// and every log-prob that is reported is computed here, so plain decoding and verification agree
-// bit for bit.
+// One row of target logits under the sampling parameters of one request. On a CPU every token that
+// is drawn and every log-prob that is reported is computed here, so plain decoding and verification
+// agree bit for bit. On a GPU scan.cuh draws the same tokens; its sums for log-probs are float32.
 //
 //   score(v)   = keyed_score(logit_v, 1/T, noise_v), winner = highest, ties by the lower id
 //   weight(v)  = floor(2^40 * exp(logit_v / T - max)), an integer: sums have no order

@@ -30,8 +30,8 @@ struct alignas(16) WarpBest {
   __device__ float score() const { return from_ascending(static_cast<uint32_t>(key >> 32)); }
 };
 
-// Which threads `Scanner::score` gives the result of a row. The warp that reports always has all of
-// it.
+// Which threads get the result of a row from `Scanner::score`. The warp that reports always gets
+// all of it.
 enum class Broadcast {
   kReporter,  // no other thread; for the last row
   kWinner,    // every thread has the winner
@@ -86,8 +86,8 @@ class Scanner : public Rounds<T> {
         sums_(reinterpret_cast<HalfSum*>(shared + min(rounds_, kDepth<T>) * kStepGroups *
                                                       kParts<T> * kThreads)) {
     if (threadIdx.x < 2) scratch().reached[threadIdx.x] = ascending(kNegInf);
-    cluster_.arrive();  // before the first copy is issued: arriving waits for this thread's memory
-                        // accesses
+    // Before the first copy is issued: arriving waits for this thread's memory accesses.
+    cluster_.arrive();
   }
 
   // The result of the row whose copies were started. Without noise the winner is the largest logit.
@@ -180,22 +180,21 @@ class Scanner : public Rounds<T> {
   // logit)` is true, -inf without one. It does not exceed the best score of all ids for which it is
   // true.
   template <typename Kept>
-  __device__ float known_score(Kept&& kept) const {
+  __device__ float best_kept_score(Kept&& kept) const {
     const WarpBest* const best = scratch().best[turn_ ^ 1];
-    float known = kNegInf;
+    float score = kNegInf;
     for (int warp = threadIdx.x % kWarpSize; warp < num_warps(); warp += kWarpSize) {
       const WarpBest winner = best[warp];
       if (winner.key != 0 && kept(winner.token(), winner.logit)) {
-        known = fmaxf(known, winner.score());
+        score = fmaxf(score, winner.score());
       }
     }
-    return warp_max(known);
+    return warp_max(score);
   }
 
  private:
   struct Scratch {
-    uint32_t reached[2];  // a score that the row is known to reach; one entry each for this row and
-                          // the next
+    uint32_t reached[2];  // a score that some id of the row reaches: of this row and the next
     WarpBest best[2][kPortableCluster * kWarps];  // of all warps of the cluster
     RowResult result;
   };
@@ -210,14 +209,14 @@ class Scanner : public Rounds<T> {
   // A score that an id of the warp's first step reaches: the best among the ids that have the
   // minima of the lanes' groups.
   __device__ __forceinline__ float lower_bound(const Row<T>& row, const Philox4& words) const {
-    float sure = kNegInf;
+    float bound = kNegInf;
 #pragma unroll
     for (int group = 0; group < kStepGroups; ++group) {
       const uint32_t word = words.word[group];
       const float logit = logit_at(slots_ + group * kGroupSlots, word % kGroup);
-      sure = fmaxf(sure, GumbelMax::lower_bound(row, logit, word));
+      bound = fmaxf(bound, GumbelMax::lower_bound(row, logit, word));
     }
-    return warp_max(sure);
+    return warp_max(bound);
   }
 
   __device__ __forceinline__ static float logit_at(const uint4* slot, uint32_t i) {

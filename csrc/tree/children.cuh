@@ -9,10 +9,10 @@
 namespace tlt {
 
 constexpr int kMostBlocks = 2 * kPortableCluster;  // of a cluster: the non-portable limit
-constexpr int kWave = 8;
+constexpr int kWave = 8;                           // frontier rows that are processed together
 constexpr int kMaxFrontier = 256;
-constexpr int kMaxSlices = 64;  // of a row
-constexpr int kMaxChildren = 8192;
+constexpr int kMaxSlices = 64;                  // of a row
+constexpr int kMaxChildren = 8192;              // of a request in a level
 constexpr int kMaxCollected = 4096;             // list entries that fit into the first block
 constexpr int kHeads = kMaxSlices / kWarpSize;  // lists that one lane merges
 constexpr int kHeld = 2;                        // entries of each that it holds

@@ -1,5 +1,5 @@
 // The sum of exponentials of a row, for the log-softmax of its children: integers that CPU and GPU
-// may add in any order, without the row's largest value.
+// may add in any order, before the row's largest value is found.
 //
 //   x_i   input of the log-softmax; eight consecutive draft ids are a group g
 //   R_g = 16 * round(max x_i / 16)

@@ -93,7 +93,7 @@ __device__ inline FrontierRow frontier_row(const ExpandTreeParams& p, int64_t b,
   return row;
 }
 
-// The noise key that a level expects.
+// The draw that a level expects.
 __device__ __forceinline__ Draw expected_draw(const ExpandTreeParams& p, int64_t b) {
   const volatile int64_t* const request = p.request + b;
   const volatile int32_t* const root_position = p.root_position + b;

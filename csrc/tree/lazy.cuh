@@ -14,7 +14,7 @@ constexpr int kTileWords = kNoiseWords + 3 * kQueue;  // memory of a warp
 // A tile that draws the noise of few ids. The word of a group bounds the noise of its ids. The
 // noise itself takes another call of Philox for each id, which only those take that may be among
 // the best. They are collected until each lane has one. Words and target ids are in shared memory,
-// which takes an index that is known at run time.
+// because registers have no variable index.
 template <typename T, int kTileIds>
 class LazyTile : public DraftTile<T, kTileIds> {
  public:

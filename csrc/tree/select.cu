@@ -82,8 +82,8 @@ __device__ Nodes load_nodes(const NodeStore& store, int64_t b, uint32_t* shared)
     const bool linked = parent >= 0 && parent < i && depth >= 1 && depth <= kMaxDepth;
     nodes.key[i] = i == 0 ? kRootKey : linked && !isnan(score) ? ascending(score) : 0;
     nodes.link[i] = linked ? static_cast<uint16_t>(parent) : 0;
-    nodes.depth[i] =
-        linked ? static_cast<uint8_t>(depth) : 0;  // 0 at the root, whatever the store holds
+    // 0 at the root, whatever the store holds.
+    nodes.depth[i] = linked ? static_cast<uint8_t>(depth) : 0;
     if (keeps_tokens) token[i] = node_token;
   };
   // Entries past the count are memory too, so the first loads need not wait for the count.
@@ -108,7 +108,7 @@ struct Slices {
   }
 };
 
-// Marks nodes that no path may contain: not linked, not ranked behind their parent, or a duplicate
+// Marks nodes that no path may contain: not linked, not ranked after their parent, or a duplicate
 // of a sibling.
 __device__ void mark_excluded(const Nodes& nodes, const Slices& slices) {
   __shared__ uint8_t excluded[kThreads];  // of nodes that several threads share
