@@ -2,6 +2,7 @@
 
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import Qwen2Config
 from driver.config.load import load_config
 from driver.config.strategy import Strategy, parse_strategies
 from driver.rollout.plan import BucketPlan, GraphCost
+from driver.rollout.stats import RolloutStats
 from driver.session.load import spec_of
 from profiling.benches import decode, graphs, rollout
 from profiling.rig import timing
@@ -176,6 +178,20 @@ def test_rollout_arms_emit_the_trace_exactly(arms):
     rows = {row["case"]: row for row in arms.bench.rows}
     assert rows["off"]["over_off"] == 1.0
     assert set(rows) == names
+
+
+def test_rounds_of_an_arm_have_different_noise(subject, monkeypatch):
+    ids = []
+    engine = SimpleNamespace(
+        generate=lambda requests, record: ids.append(requests[0].id),
+        forget=lambda: None,
+        stats=RolloutStats(),
+    )
+    monkeypatch.setattr(rollout, "fix_bandit", lambda made, policy: None)
+    arms = rollout.Arms(Bench("rollout", math.nan), subject, [4])
+    rollout.compare(arms, SimpleNamespace(engine=engine), ["off"])
+    uncounted, *rounds = ids
+    assert len(set(rounds)) == len(arms.times["off"]) == rollout.ROUNDS
 
 
 def test_rollout_books_its_targets(arms):
