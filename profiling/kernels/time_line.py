@@ -62,6 +62,8 @@ def main() -> None:
     )
     parser.add_argument("--context", type=int, default=600, help="tokens of a prompt")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     torch.set_grad_enabled(False)
     subject = of_shape("smollm2", ["preset=h100"], SMOLLM2, "cuda")
     ids = torch.randint(1000, (args.requests, args.context)).tolist()

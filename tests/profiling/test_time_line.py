@@ -1,6 +1,11 @@
 """Shares of kernels that overlap."""
 
-from profiling.kernels.time_line import shares, short
+import sys
+
+import pytest
+import torch
+
+from profiling.kernels.time_line import main, shares, short
 
 
 def event(name, begin, duration, kind="kernel"):
@@ -21,3 +26,11 @@ def test_names_are_short():
     name = "void tlt::(anonymous namespace)::mid_kernel<__nv_bfloat16, 4>(tlt::Params, int)"
     assert short(name) == "mid_kernel"
     assert short("memcpy32_post") == "memcpy32_post"
+
+
+def test_without_a_card_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["time_line"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "needs a CUDA device" in capsys.readouterr().err
