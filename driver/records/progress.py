@@ -22,7 +22,7 @@ COLUMNS = {
     "spec/accept_length": ("accept", "{:.2f}"),
     "actor/pg_loss": ("loss", "{:+.4f}"),
     "actor/entropy": ("entropy", "{:.3f}"),
-    "drafter/loss": ("drafter", "{:.3f}"),
+    "drafter/loss": ("drafter loss", "{:.3f}"),
     "perf/throughput": ("tok/s", "{:.0f}"),
     STEP: ("s", "{:.1f}"),
 }

@@ -102,7 +102,7 @@ def summary_lines(run: Run) -> list[str]:
 def _time_lines(step_s: dict[str, float], wall_s: dict[str, float]) -> list[str]:
     """The table of the time by phase: of a step, of the whole run."""
     wall = wall_s["wall"]
-    lines = ["phase                  s a step    s in all   of wall"]
+    lines = ["phase            median step, s    s in all   of wall"]
     rows = {name: seconds for name, seconds in wall_s.items() if name != "unaccounted_share"}
     del rows["wall"]
     rows["unaccounted"] = wall_s["unaccounted_share"] * wall

@@ -21,6 +21,7 @@ def test_a_step_is_one_line_whatever_its_width():
         "step 1  reward 0.250  accept 0.25  s nan",
     ]
     assert step_line(4, {}) == "step 4"
+    assert step_line(4, {"drafter/loss": 0.5}) == "step 4  drafter loss 0.500"
     first = {"timing_s/step": 40.0, "timing_s/load": 1.0, "timing_s/warmup": 36.0}
     assert step_line(1, first) == "step 1  s 3.0"  # what came before it is not its own
 
