@@ -206,7 +206,9 @@ class EngineConfig(Section, prefix="engine."):
         words=GROUP_SIZES,
     )
     page_size: int = setting(16, "tokens of a KV page", low=1, high=1024)
-    num_pages: int = setting(0, "pages of the KV cache; 0: enough for engine.max_batch", low=0)
+    num_pages: int = setting(
+        0, "pages of the KV cache; 0: enough for engine.max_batch", low=0, high=2**31 - 1
+    )
     strategies: list[str] = setting(
         ["off", "ngram:4,1,5", "learned:4,2,8", "learned:8,4,32"],
         "arms of the bandit: off, or kind:depth,top_k,num_verify with the kind ngram, learned or"

@@ -88,14 +88,15 @@ def build_parts(
     engine, arms = config.engine, parse_strategies(config.engine.strategies)
     dtype = getattr(torch, config.model.dtype)
     spec = replace(spec, max_position=min(longest, spec.max_position))
+    rows = max_rows(engine, arms)
     target = TargetModel(
         spec,
         weights,
         device=device,
         dtype=dtype,
-        max_rows=max_rows(engine, arms),
+        max_rows=rows,
         # Prefill has none. Without the limit, the largest pass may be of an oracle.
-        max_logits=max(engine.max_batch, engine.spec_max_rows) if engine.spec_max_rows else 0,
+        max_logits=min(rows, max(engine.max_batch, engine.spec_max_rows or rows)),
         parallel=parallel,
     )
     num_pages = engine.num_pages or auto_pages(engine, arms, longest)

@@ -507,6 +507,7 @@ def test_a_pass_keeps_to_its_largest_number_of_rows(policy, plain):
     """If trees for all running requests have too many rows, they decode plainly."""
     narrow = make_rollout(policy, "engine.spec_max_rows=20")
     assert narrow.target.max_logits == 20 and narrow.target.max_rows == 256
+    assert make_rollout(policy, "engine.spec_max_rows=999999").target.max_logits == 256
     assert same(generate(narrow, requests(), "ngram:4,1,5"), plain)
     speculated = {active for _, active, arm in narrow.engine.stats.trace if arm != "off"}
     assert speculated and max(speculated) <= 4

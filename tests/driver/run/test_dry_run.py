@@ -155,6 +155,7 @@ def test_a_checkpoint_is_measured_with_its_own_tokenizer(tmp_path):
             ["engine.max_len=100"],
             r"max_new_tokens=192 exceed the 100 of a request; .* raise engine.max_len",
         ),
+        ([f"engine.num_pages={10**22}"], "engine.num_pages: must be at most 2147483647, got 10"),
         (["engine.num_pages=9"], r"engine.num_pages=9: one request of \d+ tokens needs \d+ pages"),
     ],
 )
