@@ -78,7 +78,7 @@ def check_finite(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) 
     ends: dict[torch.device, list[Tensor]] = {}
     for name, weight in weights.items():
         check_dense(name, weight, where)
-        if weight.is_floating_point() and weight.numel():
+        if weight.is_floating_point() and weight.itemsize > 1 and weight.numel():
             ends.setdefault(weight.device, []).extend(weight.aminmax())  # NaN if any weight is
     most = torch.finfo(dtype).max
     if all(float(torch.stack(of).abs().max()) <= most for of in ends.values()):

@@ -101,8 +101,8 @@ class TargetWeights:
     def _check_values(self, name: str, weight: Tensor) -> None:
         if self.device.type != "meta":  # a memory estimate
             check_dense(name, weight, "weights")
-        if not weight.is_floating_point():
-            raise UserError(f"weights: {name} is {weight.dtype}; expected floats")
+        if not weight.is_floating_point() or weight.itemsize == 1:  # 8 bits need scales
+            raise UserError(f"weights: {name} is {weight.dtype}; expected floats, 16 bits or more")
 
     def _allocate_layer(self, prefix: str) -> DecoderLayer:
         shapes = self.shard.spec.layer_shapes()

@@ -117,6 +117,11 @@ class Request:
                     f"request {self.id}: resume has {tokens} tokens and {logprobs} log-probs; each"
                     " token needs one"
                 )
+            if beyond := [s for s in self.resume.tools if not 0 <= s[0] <= s[1] <= tokens]:
+                raise UserError(
+                    f"request {self.id}: resume has {tokens} tokens, and a tool wrote {beyond[0]};"
+                    " cut its ranges too"
+                )
         if length == 0:
             raise UserError(f"request {self.id}: the prompt is empty; it needs one token")
         if length >= max_len or total > max_len:

@@ -191,6 +191,8 @@ class Session(SharedEngine):
                 "session: there is no drafter to save; give from_pretrained a drafter or"
                 " train_drafter=True"
             )
+        if not folder:
+            raise UserError(f"folder: must be a path, got {shown(folder)}")
         path, target = user_path(str(folder)), self.rollout.target
         with self._between_bursts(), storage_errors(path):
             self.spot.end_final_steps()

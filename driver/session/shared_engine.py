@@ -136,6 +136,8 @@ class SharedEngine:
         """
         if self.spot is None or self.spot.config.mode == "off":
             raise UserError("session: no drafter is trained; make it with train_drafter=True")
+        if not (steps is None or (isinstance(steps, Integral) and steps >= 0)):
+            raise UserError(f"steps: must be at least 0 or None, got {shown(steps)}")
         with self._between_bursts():
             if steps is None:
                 if self.rollout.tuner is not None and not self._inbox.asleep:
@@ -144,7 +146,7 @@ class SharedEngine:
                 self._final_steps = True
             else:
                 self.spot.stop()
-                for _ in range(steps):
+                for _ in range(int(steps)):
                     if not self.spot.micro_step():
                         break
                 self.spot.renew()

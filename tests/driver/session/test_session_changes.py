@@ -150,6 +150,7 @@ def test_weights_that_do_not_fit_are_refused(session):
         (weights[name].to_sparse(), "torch.sparse_coo; give to_dense"),
         (distribute_tensor(weights[name], mesh), "a DTensor, .*; give full_tensor"),
         (weights[name].int(), "torch.int32; expected floats"),
+        (weights[name].to(torch.float8_e4m3fn), "torch.float8_e4m3fn; expected floats, 16 b"),
     ):
         for form in (dict, dict.items):
             with pytest.raises(UserError, match=f"{name} is {message}"):

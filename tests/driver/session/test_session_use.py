@@ -204,6 +204,10 @@ def test_requests_that_can_never_run_are_refused_at_once(session):
     for changes, match in [
         ({"token_ids": [5, 97], "logprobs": [0.0] * 2}, "request 9: resume: token 97 is not in"),
         ({"token_ids": [5, 6]}, "request 9: resume has 2 tokens and 0 log-probs"),
+        (
+            {"token_ids": [5, 6], "logprobs": [0.0] * 2, "tools": [(1, 3)]},
+            r"request 9: resume has 2 tokens, and a tool wrote .1, 3.",
+        ),
     ]:
         made = Response(replace(request, id=9), [], [], "abort")
         with pytest.raises(UserError, match=match):
@@ -433,6 +437,10 @@ def test_a_session_trains_its_drafter(policy, tmp_path):
             trained = session.spot.steps
         assert trained > 0 and session.spot.runner.version > 0
         assert session.train_drafter(3) == trained + 3
+        with pytest.raises(UserError, match="steps: must be at least 0 or None, got 1.5"):
+            session.train_drafter(1.5)
+        with pytest.raises(UserError, match="folder: must be a path, got None"):
+            session.save_drafter(None)
         session.train_drafter()
         session.update_weights(policy.state_dict())
         assert session.spot.target_version == session.engine.target_version == 1
