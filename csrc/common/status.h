@@ -10,11 +10,11 @@ enum Status : int32_t {
   kStatusOk = 0,
   kStatusNanLogits = 1 << 0,  // a NaN or +inf logit (treated as the lowest), no finite logit, or
                               // a NaN temperature (greedy)
-  kStatusBadTree = 1 << 1,    // a parent that is not an earlier row of the same request
-  kStatusBadToken = 1 << 2,   // a drafted token outside the vocabulary (the draft was ignored)
+  kStatusBadTree = 1 << 1,    // a link to no earlier row or node of the request
+  kStatusBadToken = 1 << 2,   // a drafted token or d2t entry outside the vocabulary (ignored)
   kStatusBadPage = 1 << 3,    // a block-table entry outside the pool was needed (row skipped)
   kStatusBadLength = 1 << 4,  // a length or position outside its table (row skipped)
-  kStatusNanDraft = 1 << 5,   // a NaN in a draft distribution (the draft was rejected)
+  kStatusNanDraft = 1 << 5,   // a NaN or +inf draft logit, or an invalid draft probability
 };
 
 }  // namespace tlt

@@ -5,7 +5,7 @@
 
 namespace tlt {
 
-constexpr int kMaxEmitted = 32;  // tokens of a request in a pass: one lane of a warp each
+constexpr int kMaxEmitted = 32;  // tokens of a request in a pass, at most
 
 // Words of `control`, int32 in the device's memory; tlt_ext.Control.
 enum ControlWord {

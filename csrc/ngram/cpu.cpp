@@ -21,7 +21,7 @@ struct Text {
 };
 
 // A match and its current node of the trie.
-struct Walker {
+struct Match {
   Text text;
   int32_t position;  // of the match; depth d continues with position + d
   int32_t weight;
@@ -33,7 +33,7 @@ struct Walker {
   }
 };
 
-// A node of the next level: the walkers of `parent` whose next token is `token`.
+// A node of the next level: the matches of `parent` whose next token is `token`.
 struct Child {
   int32_t parent, token, count;
   float score;  // cumulative
@@ -55,10 +55,10 @@ class Drafter {
     }
     own = {p.tokens + own_slot * p.max_len, root + 1};
     find_matches(own_slot);
-    if (p.keep_unmatched && walkers.empty()) return;
+    if (p.keep_unmatched && matches.empty()) return;
     count = 0;
     add_node({-1, own.token[root], 0, 0.0f, 0.0f}, 0);
-    for (int32_t depth = 1; depth <= p.depth && !walkers.empty(); ++depth) grow(depth);
+    for (int32_t depth = 1; depth <= p.depth && !matches.empty(); ++depth) grow(depth);
   }
 
  private:
@@ -73,14 +73,14 @@ class Drafter {
     for (uint32_t key : best) {
       int32_t g, position;
       place_of(key, static_cast<int32_t>(p.max_len), &g, &position);
-      walkers.push_back({group[g], position, match_weight(matched_of(key)), 0});
+      matches.push_back({group[g], position, match_weight(matched_of(key)), 0});
     }
   }
 
   Text text_of(int32_t slot) {
     if (slot == -1) return {nullptr, 0};
-    const bool known = slot >= 0 && slot < p.num_slots;
-    const int32_t length = known ? p.length[slot] : -1;
+    const bool valid = slot >= 0 && slot < p.num_slots;
+    const int32_t length = valid ? p.length[slot] : -1;
     if (length >= 0 && length <= p.max_len) return {p.tokens + slot * p.max_len, length};
     p.status[b] |= kStatusBadLength;
     return {nullptr, 0};
@@ -120,38 +120,38 @@ class Drafter {
     return p.nodes.count[b]++;
   }
 
-  // One level: siblings are grouped by parent, in rank order; walkers move to their new nodes.
+  // One level: siblings are grouped by parent, in rank order; matches move to their new nodes.
   void grow(int32_t depth) {
     std::vector<Child> level;
-    for (size_t i = 0; i < walkers.size(); ++i) {
-      const int32_t parent = walkers[i].node;  // walkers are sorted by node
-      if (i == 0 || walkers[i - 1].node != parent) add_children(parent, depth, level);
+    for (size_t i = 0; i < matches.size(); ++i) {
+      const int32_t parent = matches[i].node;  // matches are sorted by node
+      if (i == 0 || matches[i - 1].node != parent) add_children(parent, depth, level);
     }
     keep_best(level);
-    std::vector<Walker> moved;
+    std::vector<Match> moved;
     for (const Child& child : level) {
       const int32_t node = add_node(child, depth);
-      for (const Walker& w : walkers) {
-        if (w.node != child.parent || w.next(depth) != child.token) continue;
-        moved.push_back(w);
+      for (const Match& match : matches) {
+        if (match.node != child.parent || match.next(depth) != child.token) continue;
+        moved.push_back(match);
         moved.back().node = node;
       }
     }
-    walkers = std::move(moved);
+    matches = std::move(moved);
   }
 
   // The top_k children of one node by log count + noise.
   void add_children(int32_t parent, int32_t depth, std::vector<Child>& level) const {
     std::vector<Child> siblings;
     int32_t total = 0;
-    for (const Walker& w : walkers) {
-      const int32_t token = w.next(depth);
-      if (w.node != parent || token < 0) continue;
+    for (const Match& match : matches) {
+      const int32_t token = match.next(depth);
+      if (match.node != parent || token < 0) continue;
       const auto same = [&](const Child& c) { return c.token == token; };
       auto child = std::find_if(siblings.begin(), siblings.end(), same);
       if (child == siblings.end()) child = siblings.insert(child, {parent, token, 0, 0.0f, 0.0f});
-      child->count += w.weight;
-      total += w.weight;
+      child->count += match.weight;
+      total += match.weight;
     }
     const bool greedy = !(p.temperature[b] >= kMinTemperature);
     const NoiseKey key = noise_key(p.seed, p.request[b], NoiseDomain::kTarget);
@@ -181,7 +181,7 @@ class Drafter {
   const NgramProposeParams& p;
   const int64_t b;
   Text own{};
-  std::vector<Walker> walkers;
+  std::vector<Match> matches;
 };
 
 }  // namespace

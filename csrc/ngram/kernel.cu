@@ -7,7 +7,7 @@
 //          wait in a queue; every 32 of them are sorted and merged.
 //   merge  The warps' lists are merged in log2 rounds, then the blocks' lists in the first block.
 //          Keys are totally ordered, so the result does not depend on the split or the order.
-//   look   Builds the trie before pruning, all levels at once, one warp for each level and one lane
+//   levels Builds the trie before pruning, all levels at once, one warp for each level and one lane
 //          for each match: lanes with the same tokens so far are one node, and its count is a
 //          weighted population count of their mask. Computes noise, ranks and log shares.
 //   grow   One warp goes down the levels: it adds up scores, keeps top_k nodes and writes them.
@@ -29,13 +29,13 @@ __device__ void set_up(const NgramProposeParams& p, int64_t b, bool reports, Sha
   const int t = threadIdx.x;
   const int32_t own = p.slot[b], root = p.context_len[b];
   const int32_t slot = t < p.group_size ? p.group_slots[b * p.group_size + t] : -1;
-  const bool known = own >= 0 && own < p.num_slots && root >= 0 && root < p.max_len;
-  bool bad = t == 0 && !known && own != -1;
-  if (t == 0) s.root = known ? root : -1;
-  if (known && t < kMaxNgram) {
+  const bool valid = own >= 0 && own < p.num_slots && root >= 0 && root < p.max_len;
+  bool bad = t == 0 && !valid && own != -1;
+  if (t == 0) s.root = valid ? root : -1;
+  if (valid && t < kMaxNgram) {
     s.suffix[t] = root >= t ? __ldg(p.tokens + own * p.max_len + root - t) : -1;
   }
-  if (known && t < p.group_size) {
+  if (valid && t < p.group_size) {
     const bool in_range = slot >= 0 && slot < p.num_slots;
     int32_t length = in_range ? p.length[slot] : 0;
     if (slot == own) length = root + 1;
@@ -48,7 +48,7 @@ __device__ void set_up(const NgramProposeParams& p, int64_t b, bool reports, Sha
   }
   if (bad && reports) atomicOr(&p.status[b], kStatusBadLength);
   __syncthreads();
-  if (known && t <= p.group_size) {
+  if (valid && t <= p.group_size) {
     int32_t sum = 0;
 #pragma unroll 8
     for (int g = 0; g < t; ++g) sum += s.chunks[g];

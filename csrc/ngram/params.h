@@ -14,7 +14,7 @@ constexpr int kMaxGroup = 128;   // sequences that a request searches
 
 struct NgramProposeParams {
   const int32_t* tokens;       // [num_slots, max_len], token at each absolute position
-  const int32_t* length;       // [num_slots], tokens known
+  const int32_t* length;       // [num_slots], tokens that are set
   const int32_t* group_slots;  // [B, group_size]; -1 = none
   const int32_t* slot;         // [B]; -1 = inert
   const int32_t* context_len;  // [B], position of the root

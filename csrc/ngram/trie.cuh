@@ -1,4 +1,4 @@
-// The trie of `ngram_propose` (steps `look` and `grow` of kernel.cu).
+// The trie of `ngram_propose` (steps `levels` and `grow` of kernel.cu).
 #pragma once
 
 #include "common/noise.h"
@@ -6,7 +6,7 @@
 
 namespace tlt::ngram {
 
-// ---- look ---------------------------------------------------------------------------------------
+// ---- levels -------------------------------------------------------------------------------------
 
 // The levels of the trie for the matches (keys, one in each lane).
 template <int kThreads>
@@ -147,9 +147,9 @@ class Trie {
     const unsigned lanes = s_.node[level][lane_];
     const int place = s_.place[level][lane_];
     const float score = add_rn(score_, s_.gain[level][lane_]);
-    const int speaker = lanes != 0 ? __ffs(lanes) - 1 : lane_;
+    const int first_lane = lanes != 0 ? __ffs(lanes) - 1 : lane_;
     const int32_t order = node_ << 8 | place;  // by parent, then by rank
-    bool kept = node_ >= 0 && lanes != 0 && lane_ == speaker && place < top_k_;
+    bool kept = node_ >= 0 && lanes != 0 && lane_ == first_lane && place < top_k_;
     unsigned all = __ballot_sync(kFullWarp, kept);
     if (__popc(all) > top_k_) {
       int better = 0;
@@ -167,7 +167,7 @@ class Trie {
       at += __shfl_sync(kFullWarp, order, __ffs(rest) - 1) < order;
     }
     if (kept) write(at, s_.token[level][lane_], node_, score, level + 1);
-    node_ = __shfl_sync(kFullWarp, kept ? at : -1, speaker);
+    node_ = __shfl_sync(kFullWarp, kept ? at : -1, first_lane);
     score_ = score;  // lanes at one node have the same
     return __popc(all);
   }

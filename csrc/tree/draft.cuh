@@ -203,7 +203,7 @@ class DraftTile {
 template <typename T, int kTileIds>
 class NoisyTile : public DraftTile<T, kTileIds> {
  public:
-  __device__ explicit NoisyTile(uint32_t*) {}  // is in registers
+  __device__ explicit NoisyTile(uint32_t*) {}  // all in registers
 
   // Computes the noise of a tile for the expected draw, before the wait for the previous kernel.
   // The values that it reads may be outdated: `draw` compares them with the current ones.

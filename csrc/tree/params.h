@@ -37,7 +37,8 @@ struct ExpandTreeParams {
   int64_t draft_vocab, logits_stride;
   int64_t slot_base;  // in-flight drafter slot of frontier row 0
   int64_t vocab_size;
-  float score_temperature;  // 0: scores are log-softmax(draft logit / T)
+  float score_temperature;  // 0: scores are log-softmax(draft logit / T); else of
+                            // (draft logit / T + noise) / score_temperature
   uint64_t seed;
   RoundKeys round_keys;  // of the seed
   DType dtype;
