@@ -28,7 +28,7 @@ int64_t most_partials(int64_t max_slots, int64_t items, int64_t small_items) {
 
 // Enough items to give each multiprocessor one block, which leaves room for the merge. Two small
 // blocks per multiprocessor where fewer multiprocessors are idle then, or where one block cannot
-// request the full memory bandwidth: a tile of 64 dimensions has half the bytes and takes as long.
+// use the full memory bandwidth: a tile of 64 dimensions has half the bytes and takes as long.
 int64_t items_for(const AttentionShape& shape, int64_t blocks, int64_t warps) {
   const bool light = shape.head_dim <= 64 && warps == 4;
   if (blocks >= (light ? kMultiprocessors : kMultiprocessors * 4 / 5)) return 1;
@@ -37,8 +37,8 @@ int64_t items_for(const AttentionShape& shape, int64_t blocks, int64_t warps) {
 }
 
 // A split of 128 keys takes half the time of one of 512 and stores a partial, too. So a block with
-// the four or eight first splits of a short context ends last. If there is room for second blocks
-// on some multiprocessors, each of these splits gets a block.
+// the four or eight first splits of a short context finishes last. If there is room for second
+// blocks on some multiprocessors, each of these splits gets a block.
 int64_t small_items_for(const AttentionShape& shape, int64_t blocks, const AttentionPlan& plan) {
   constexpr int64_t kSlots = 16384, kRoom = kMultiprocessors * 3 / 2;
   constexpr int64_t kSplits = Cuts<128>::kSmallSplits;

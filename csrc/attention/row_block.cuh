@@ -111,7 +111,7 @@ class RowBlock {
     WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_, &shared_.sink[warp_]);
     part_.clear();
     const auto ends = [&](int key) { return C::starts_split(key) || key >= source.keys.end; };
-    // Two tiles alone are fastest one after the other, as the instructions are then fetched once.
+    // Only two tiles are fastest one after the other, because their code is then fetched once.
     const bool many = source.keys.end - source.keys.begin > kSmall;
     for (int key = source.keys.begin; key < source.keys.end; key += kTile) {
       tile.fold_keys(key, stream.acquire_keys());
