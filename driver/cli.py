@@ -4,6 +4,7 @@ This module imports the standard library only. Help is printed, and a mistyped s
 before torch is imported.
 """
 
+import contextlib
 import importlib
 import os
 import signal
@@ -56,6 +57,14 @@ def start(name: str) -> NoReturn:
         else:
             raise
         sys.exit(2)
+    finally:  # a signal while Python exits prints no traceback
+        from .common.stop import SIGNALS
+
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
     sys.exit()
 
 

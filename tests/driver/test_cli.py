@@ -53,6 +53,22 @@ def test_help_and_mistakes_are_answered_before_anything_heavy_is_imported(words,
         assert done.stdout.endswith("heavy: []\n")
 
 
+def test_a_signal_while_python_exits_prints_no_traceback():
+    done = python(
+        """
+        import atexit, signal
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a test may inherit another
+        atexit.register(lambda: signal.raise_signal(signal.SIGTERM))
+        from driver.cli import main
+        main()
+        """,
+        "report",
+        "/no/run",
+    )
+    assert done.returncode == -signal.SIGTERM
+    assert done.stderr.startswith("error: /no/run") and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("module", ["driver.train", "driver.generate", "driver.report"])
 def test_modules_start_the_same_way(module):
     command = [sys.executable, "-X", "importtime", "-m", module, "--help"]

@@ -210,6 +210,6 @@ def test_a_run_in_place_of_its_checkpoint(capsys, monkeypatch, tmp_path):
 
 
 def test_a_cache_that_does_not_fit(capsys, monkeypatch, root):
-    words = [f"run.root={root}", *SMALL, "engine.num_pages=1000000000000"]
+    words = [f"run.root={root}", *SMALL, "engine.num_pages=2147483647"]
     line = fails(capsys, monkeypatch, train.main, *words)
-    assert "engine.num_pages=1000000000000: the KV cache does not fit" in line
+    assert "engine.num_pages=2147483647: the KV cache does not fit" in line
