@@ -89,7 +89,8 @@ class RunFolder:
             trace.rename(self.path / f"trace-{done}.json")
         # The evaluation before the first step, which no checkpoint contains, is made again.
         metrics, _, samples = (_set_back(self.path / name, done or -1) for name in LOGS)
-        write_text(self.path / "samples.txt", "".join(map(_sample_text, samples)))
+        with run_checkpoint.earlier_versions(f"{self.path / LOGS[2]}", "remove it"):
+            write_text(self.path / "samples.txt", "".join(map(_sample_text, samples)))
         # TensorBoard purges by file name, so the kept records are written again instead.
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
         self._board = SummaryWriter(self.path / "tensorboard")

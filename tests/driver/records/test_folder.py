@@ -383,6 +383,14 @@ def test_a_broken_line_names_its_number(tmp_path):
             read_jsonl(path)
 
 
+def test_a_sample_without_its_prompt_is_named(tmp_path):
+    words = [f"run.root={tmp_path}", "run.name=it"]
+    RunFolder(load_config(words)).close()
+    (tmp_path / "it" / "samples.jsonl").write_text('{"step": -1}\n')
+    with pytest.raises(UserError, match="samples.jsonl lacks 'prompt_id', .*; remove it"):
+        RunFolder(load_config([*words, "run.resume=true"]))
+
+
 def test_a_resumed_run_may_change_its_batch_but_not_the_rule_of_verification(tmp_path):
     words = [f"run.root={tmp_path}", "run.name=it", "engine.strategies=off learned:4,1,5"]
     RunFolder(load_config(words)).close()
