@@ -248,6 +248,8 @@ class Session(SharedEngine):
                 raise UserError("session: a text needs a tokenizer; give one to from_pretrained")
             return self.encode(prompt)
         try:
+            if isinstance(prompt, bytes):  # its items are integers
+                raise TypeError
             return tuple(index(token) for token in prompt)
         except TypeError:
             raise UserError(

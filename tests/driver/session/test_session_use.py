@@ -236,6 +236,7 @@ REQUEST = Request(1, 0, (5, 6), SamplingParams(max_new_tokens=4))
     [
         (lambda s: s.generate(None), "prompts must be a list, got None"),
         (lambda s: s.generate({5: 6}), "prompts must be a list, got {5: 6}"),
+        (lambda s: s.generate([b"ab"]), "must be a text, ids or a Request, got b'ab'"),
         (lambda s: s.generate([[5]], {"top_k": 3}), "got {'top_k': 3} of builtins"),
         (lambda s: s.generate([[5]], samples=1.5), "samples: must be at least 1, got 1.5"),
         (lambda s: s.generate(REQUEST, on_end=3), "on_end: must be a function, got 3"),
