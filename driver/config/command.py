@@ -30,7 +30,9 @@ def run_command(command: Callable[[Sequence[str]], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may not know all characters
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"warning: {' '.join(str(message).split())}\n"  # an error of the user's code may have lines
+    )
     try:
         command(sys.argv[1:])
     except Stopped as stop:

@@ -4,6 +4,7 @@ import errno
 import json
 import signal
 import sys
+import warnings
 
 import pytest
 import torch
@@ -49,6 +50,15 @@ def test_a_path_without_permission_is_one_line(capsys, monkeypatch):
 
     line = fails(capsys, monkeypatch, command)
     assert line.startswith("error: /models/mine: Permission denied; change its permissions")
+
+
+def test_a_warning_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["command"])
+    monkeypatch.setattr(warnings, "formatwarning", None)  # put back behind the test
+    run_command(lambda argv: None)
+    assert warnings.formatwarning("ValueError: two\nlines", UserWarning) == (
+        "warning: ValueError: two lines\n"
+    )
 
 
 @pytest.fixture
