@@ -163,10 +163,18 @@ def test_without_vllm_the_command_says_how_to_get_it(tmp_path, monkeypatch):
         peers.run(Bench("peers", 1.0))
 
 
-def test_the_warmed_policy_beside_the_stand_in(small, tiny):
+def test_the_warmed_policy_beside_the_stand_in(small, tiny, monkeypatch):
+    medians = []
+
+    def median_round(arm, batch):
+        medians.append(len(batch.limits))
+        return by_turns.median_round(arm, batch)
+
+    monkeypatch.setattr(peers, "median_round", median_round)
     with engines(tiny, small.vllm, small.logs) as made:
         peers.smollm2(tiny, made)
     assert tiny.failed == []
+    assert medians == [3, 3, 4, 4, 3]  # vLLM's trace and ours, the step, ours adapted
     rows = {row["case"]: row for row in tiny.rows}
     assert rows["start of vLLM, eagle3 k=4"]["graphs"] == "FULL"
     plain = rows["smollm2 plain b2"]
