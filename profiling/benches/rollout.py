@@ -2,9 +2,9 @@
 
 Limits force the lengths of `workload.trace_lengths`; end tokens do not count. Each round has other
 noise, so other responses: whether the longest repeats itself can double the time of a round.
-`median_us` is the wall time of the median round, prefill included. Arms alternate: `off`, each
-static strategy, and the bandit in rollouts after its first, epsilon-greedy (`bandit`) and UCB.
-`host_share` is the part of the time, since the first pass, in which no pass ran.
+A row has the round of median time; `median_us` is its wall time, prefill included. Arms alternate:
+`off`, each static strategy, and the bandit in rollouts after its first, epsilon-greedy (`bandit`)
+and UCB. `host_share` is the part of the time, since the first pass, in which no pass ran.
 
 The tail lies past the natural end of responses, where the drafter of the warm start has seen no
 text. So each arm also comes marked `adapted`, as in a run: the spot trainer has recorded one
@@ -18,7 +18,6 @@ longest request ends, continuous batching emits all tokens of the trace at its m
 """
 
 import gc
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,8 +67,7 @@ def engine_words(lengths: list[int]) -> list[str]:
 class Arms:
     def __init__(self, bench: Bench, subject: Subject, lengths: list[int]) -> None:
         self.bench, self.subject, self.lengths = bench, subject, lengths
-        self.times: dict[str, list[float]] = {}
-        self.stats: dict[str, RolloutStats] = {}
+        self.rounds: dict[str, list[RolloutStats]] = {}
         self._learned: dict[str, Any] = {}  # states of the bandits that learn
 
     def run(self, name: str, rollout: Rollout, policy: str, noise: int) -> None:
@@ -79,7 +77,7 @@ class Arms:
         run other arms are counted at once, the first one after a short rollout.
         """
         learns, quick = policy in LEARNING.values(), self.bench.quick
-        warm = name in self.times or (quick and bool(self.times) and not learns)
+        warm = name in self.rounds or (quick and bool(self.rounds) and not learns)
         for counted in [True] if warm else [False, True]:
             short = quick and not counted and not learns
             limits = [min(n, WARM_TOKENS) for n in self.lengths] if short else self.lengths
@@ -95,24 +93,28 @@ class Arms:
             elif not counted:
                 continue
             arm = name if counted else f"{name}, first"
-            self.times.setdefault(arm, []).append(engine.stats.elapsed_s)
-            self.stats[arm] = engine.stats
+            self.rounds.setdefault(arm, []).append(engine.stats)
+
+    def median(self, name: str) -> RolloutStats:
+        """The round of median time."""
+        rounds = sorted(self.rounds[name], key=lambda stats: stats.elapsed_s)
+        return rounds[len(rounds) // 2]
 
     def seconds(self, name: str) -> float:
-        return statistics.median(self.times[name])
+        return self.median(name).elapsed_s
 
     def add_rows(self) -> None:
-        if "off" not in self.times:
+        if "off" not in self.rounds:
             return
         off = self.seconds("off")
-        for name, times in self.times.items():
-            stats = self.stats[name]
+        for name, rounds in self.rounds.items():
+            stats, times = self.median(name), [stats.elapsed_s for stats in rounds]
             self.bench.add_row(
                 name,
-                1e6 * self.seconds(name),
-                spread=round((max(times) - min(times)) / self.seconds(name), 4),
-                tokens_per_s=round(stats.emitted / self.seconds(name), 1),
-                over_off=round(off / self.seconds(name), 3),
+                1e6 * stats.elapsed_s,
+                spread=round((max(times) - min(times)) / stats.elapsed_s, 4),
+                tokens_per_s=round(stats.emitted / stats.elapsed_s, 1),
+                over_off=round(off / stats.elapsed_s, 3),
                 accept_length=round(stats.accept_length or 1.0, 3),
                 target_passes=stats.target_passes,
                 switches=stats.switches,
@@ -171,7 +173,7 @@ def other_requests(subject: Subject, lengths: list[int]) -> list[Request]:
 def book(bench: Bench, arms: Arms) -> None:
     off, bandit = arms.seconds("off"), arms.seconds(f"bandit{ADAPTED}")
     best_static = min(off, *(arms.seconds(s + ADAPTED) for s in STATIC))
-    stats = arms.stats[f"bandit{ADAPTED}"]
+    stats = arms.median(f"bandit{ADAPTED}")
     chosen = ["bandit", f"bandit{ADAPTED}"]
     bench.got |= {
         "trace_s": round(bandit, 3),
@@ -180,7 +182,7 @@ def book(bench: Bench, arms: Arms) -> None:
         "never_below_off_x": round(min(off / arms.seconds(name) for name in chosen), 3),
         "switch_ms": round(1e3 * stats.switch_s / max(1, stats.switches), 4),
         "gate_on_catchup_share_of_rollout": round(stats.catchup_s / stats.elapsed_s, 5),
-        "reprefilled_tokens": stats.reprefilled_tokens,
+        "reprefilled_tokens": max(s.reprefilled_tokens for s in arms.rounds[f"bandit{ADAPTED}"]),
     }
 
 

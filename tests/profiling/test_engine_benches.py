@@ -169,15 +169,19 @@ def arms(subject):
 def test_rollout_arms_emit_the_trace_exactly(arms):
     names = {"off", "bandit", "bandit, first", "bandit, adapted", "bandit, adapted, first"}
     names |= {f"{arm}, adapted" for arm in ("ngram:4,1,5", "learned:2,2,5")}
-    assert set(arms.times) == names
-    for stats in arms.stats.values():
+    assert set(arms.rounds) == names
+    for stats in (stats for rounds in arms.rounds.values() for stats in rounds):
         assert stats.emitted == 40 + 9 + 5 + 21 + 3 + 12
         assert stats.reprefilled_tokens == 0
-    assert arms.stats["learned:2,2,5, adapted"].spec_passes > 0
-    assert arms.stats["off"].spec_passes == 0
+    assert arms.median("learned:2,2,5, adapted").spec_passes > 0
+    assert arms.median("off").spec_passes == 0
     rows = {row["case"]: row for row in arms.bench.rows}
     assert rows["off"]["over_off"] == 1.0
     assert set(rows) == names
+    for name, rounds in arms.rounds.items():  # all figures of a row are of one round
+        (shown,) = [s for s in rounds if round(1e6 * s.elapsed_s, 3) == rows[name]["median_us"]]
+        assert rows[name]["target_passes"] == shown.target_passes
+        assert sum(s.elapsed_s < shown.elapsed_s for s in rounds) == len(rounds) // 2
 
 
 def test_rounds_of_an_arm_have_different_noise(subject, monkeypatch):
@@ -191,7 +195,7 @@ def test_rounds_of_an_arm_have_different_noise(subject, monkeypatch):
     arms = rollout.Arms(Bench("rollout", math.nan), subject, [4])
     rollout.compare(arms, SimpleNamespace(engine=engine), ["off"])
     uncounted, *rounds = ids
-    assert len(set(rounds)) == len(arms.times["off"]) == rollout.ROUNDS
+    assert len(set(rounds)) == len(arms.rounds["off"]) == rollout.ROUNDS
 
 
 def test_rollout_books_its_targets(arms):
