@@ -107,7 +107,7 @@ def run_steps(run: Run, progress: Progress) -> None:
         if run.step == begin + 1:
             with run.phases("log"):
                 gc.collect()
-                gc.freeze()  # or a later collection reads all objects of torch, for .3 s
+                gc.freeze()  # else later collections read all objects of torch, which takes 0.3 s
         if run.is_due(config.run.checkpoint_every):
             run.checkpoint()
     run.checkpoint()

@@ -10,7 +10,7 @@ enum Status : int32_t {
   kStatusOk = 0,
   kStatusNanLogits = 1 << 0,  // a NaN or +inf logit (treated as the lowest), no finite logit, or
                               // a NaN temperature (greedy)
-  kStatusBadTree = 1 << 1,    // a link to no earlier row or node of the request
+  kStatusBadTree = 1 << 1,    // a parent or ancestor that is no earlier row or node
   kStatusBadToken = 1 << 2,   // a drafted token or d2t entry outside the vocabulary (ignored)
   kStatusBadPage = 1 << 3,    // a block-table entry outside the pool was needed (row skipped)
   kStatusBadLength = 1 << 4,  // a length or position outside its table (row skipped)

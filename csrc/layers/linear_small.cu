@@ -150,8 +150,8 @@ __device__ __forceinline__ int32_t load_entry(const int32_t* from, bool exists, 
 }
 
 // The epilogue of the appending form, in separate warps: they look up the destinations of the sums,
-// then store them. A block that starts late waits for these lookups, so no
-// chain of their loads is longer than two: positions and the fields of requests, then pages and
+// then store them. A block that starts late waits for these lookups, so at most two of their loads
+// depend on each other: positions and the fields of requests are loaded first, then pages and
 // angles.
 template <typename T, typename S>
 __device__ __forceinline__ void append_sums(const LinearParams& p, const AppendKvParams& after,

@@ -307,8 +307,8 @@ class DrafterConfig(Section, prefix="drafter."):
     draft_vocab: int = setting(0, "tokens that it drafts; 0: the whole vocabulary", low=0)
     unroll: int = setting(
         3,
-        "drafted tokens in a row that training unrolls; drafts deeper than about unroll + 1 are"
-        " less often right, and than twice that rarely",
+        "drafted tokens in a row that training unrolls; levels of a draft beyond unroll + 1 are"
+        " accepted less often, levels beyond twice that rarely",
         low=1,
         high=16,
     )

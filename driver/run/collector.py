@@ -52,7 +52,7 @@ class _Part:
 def collections_paused() -> Iterator[None]:
     """Inside the block Python collects cyclic garbage only when `gc.collect` is called.
 
-    A collection reads every list of tokens and log-probs that is new, between two bursts.
+    A collection between two bursts would read every new list of tokens and log-probs.
     """
     enabled = gc.isenabled()
     gc.disable()
