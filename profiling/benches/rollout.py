@@ -1,10 +1,11 @@
 """A whole rollout with a long tail: 128 requests of lognormal lengths.
 
 Limits force the lengths of `workload.trace_lengths`; end tokens do not count. Each round has other
-noise, so other responses: whether the longest repeats itself can double the time of a round.
-A row has the round of median time; `median_us` is its wall time, prefill included. Arms alternate:
-`off`, each static strategy, and the bandit in rollouts after its first, epsilon-greedy (`bandit`)
-and UCB. `host_share` is the part of the time, since the first pass, in which no pass ran.
+noise, so other responses; the slowest round with speculation takes about twice as long as the
+fastest (H200, 058d6dd). A row has the round of median time; `median_us` is its wall time, prefill
+included. Arms alternate: `off`, each static strategy, and the bandit in rollouts after its first,
+epsilon-greedy (`bandit`) and UCB. `host_share` is the part of the time, since the first pass, in
+which no pass ran.
 
 The tail lies past the natural end of responses, where the drafter of the warm start has seen no
 text. So each arm also comes marked `adapted`, as in a run: the spot trainer has recorded one
