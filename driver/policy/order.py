@@ -50,27 +50,6 @@ def max_length_of(responses: Sequence[Response]) -> int:
     return max(r.request.params.max_new_tokens for r in responses)
 
 
-def check_responses(responses: Sequence[Response]) -> None:
-    if not responses:
-        raise ValueError("responses: expected at least one, got none")
-    if len({r.request.id for r in responses}) != len(responses):
-        raise ValueError("responses: request ids must differ, got a repeated one")
-    for response in responses:
-        request = response.request
-        if not request.prompt_ids:
-            raise ValueError(f"request {request.id}: expected prompt_ids, got an empty prompt")
-        if len(response.logprobs) != len(response.token_ids):
-            raise ValueError(
-                f"request {request.id}: expected one log-prob per token, got "
-                f"{len(response.logprobs)} for {len(response.token_ids)} tokens"
-            )
-        if request.params.top_k != 0 or request.params.top_p != 1.0:
-            raise ValueError(
-                f"request {request.id}: training samples with top_k=0 and top_p=1, got "
-                f"top_k={request.params.top_k} top_p={request.params.top_p}"
-            )
-
-
 def cut(items: Sequence[int], parts: int) -> list[Sequence[int]]:
     """`items` in at most `parts` consecutive parts of nearly equal size, none empty."""
     bounds = [len(items) * i // parts for i in range(parts + 1)]

@@ -577,8 +577,6 @@ def test_no_kl_loads_no_reference():
         raise AssertionError("the reference was loaded")
 
     assert PolicyTrainer(make_model(), Cfg(kl_coef=0.0), load).reference is None
-    with pytest.raises(ValueError, match="kl_coef=0.1 needs a reference model"):
-        PolicyTrainer(make_model(), Cfg(kl_coef=0.1))
 
 
 def test_kl_in_the_loss_pulls_towards_the_reference():
@@ -811,48 +809,6 @@ def test_half_precision_trains_float32_weights():
     moved = [not torch.equal(p, b.float()) for p, b in zip(trainer.params, before, strict=True)]
     assert all(moved)
     assert any(torch.equal(p.bfloat16(), b) for p, b in zip(trainer.params, before, strict=True))
-
-
-# -- errors
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda r: replace(r, logprobs=r.logprobs[:-1]), "expected one log-prob per token"),
-        (lambda r: replace(r, request=replace(r.request, prompt_ids=())), "got an empty prompt"),
-        (
-            lambda r: replace(r, request=replace(r.request, params=SamplingParams(top_k=5))),
-            "training samples with top_k=0 and top_p=1, got top_k=5",
-        ),
-        (
-            lambda r: replace(r, request=replace(r.request, params=SamplingParams(top_p=0.9))),
-            "training samples with top_k=0 and top_p=1, got top_k=0 top_p=0.9",
-        ),
-    ],
-)
-def test_bad_responses_are_refused(change, message):
-    model = make_model()
-    responses = make_responses(model)
-    with pytest.raises(ValueError, match=message):
-        PolicyTrainer(model, Cfg()).update([change(responses[0]), *responses[1:]], REWARDS)
-
-
-def test_a_model_in_float16_is_refused():
-    with pytest.raises(ValueError, match="got float16: gradients underflow"):
-        PolicyTrainer(make_model(torch.float16), Cfg())
-
-
-def test_missing_and_repeated_responses_are_refused():
-    model = make_model()
-    responses = make_responses(model)
-    trainer = PolicyTrainer(model, Cfg())
-    with pytest.raises(ValueError, match="expected at least one"):
-        trainer.update([], [])
-    with pytest.raises(ValueError, match="request ids must differ"):
-        trainer.update([responses[0], responses[0]], [0.0, 1.0])
-    with pytest.raises(ValueError, match="expected 8 numbers, one per response, got 1"):
-        trainer.update(responses, [1.0])
 
 
 @pytest.mark.parametrize("budget", [1, 40, 1024])
