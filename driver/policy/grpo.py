@@ -176,7 +176,7 @@ class PolicyLoss:
 
     loss: Tensor  # float32 [], with gradient
     pg_loss: Tensor  # float32 [], the part of it that is neither KL nor entropy
-    tokens: Tensor  # float32 [], their number
+    tokens: int  # their number
     ppo_kl: Tensor  # float32 [], sum of old - new log-probs
     clipped: Tensor  # float32 [], number of tokens whose loss is the clipped one
     ref_kl: Tensor  # float32 [], sum of k3
@@ -188,7 +188,6 @@ def policy_loss(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
     advantages: Tensor,
-    mask: Tensor,
     *,
     clip_low: float,
     clip_high: float,
@@ -212,7 +211,6 @@ def policy_loss(
         old_logprobs: float [M], of the step-start policy by the same code as `logprobs`.
         rollout_logprobs: float [M], of the step-start policy as the rollout engine computed them.
         advantages: float [M], each response's advantage at its tokens.
-        mask: bool [M], True at response tokens; values elsewhere, NaN included, are not read.
         clip_low, clip_high: reach of the ratio below and above 1.
         is_cap: bound of the importance weight.
         ref_logprobs: float [M] of the reference policy, or None.
@@ -225,43 +223,35 @@ def policy_loss(
 
     Example:
         >>> x = torch.tensor([-1.0])
-        >>> policy_loss(x, x, x, torch.tensor([2.0]), torch.tensor([True]),
+        >>> policy_loss(x, x, x, torch.tensor([2.0]),
         ...             clip_low=0.2, clip_high=0.2, is_cap=2.0).loss
         tensor(-2.)
 
     Source: PPO (arXiv 1707.06347), DAPO's clip-higher (2503.14476), truncated importance sampling
     (F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025).
     """
-
-    def inside(x: Tensor) -> Tensor:
-        # Before any maths: a NaN that is dropped only afterwards still has the gradient 0 * NaN.
-        return torch.where(mask, x, 0.0)  # [M]
-
-    new, old, rollout = inside(logprobs), inside(old_logprobs), inside(rollout_logprobs)  # [M] each
-    advantage = inside(advantages)  # [M]
-    log_ratio = new - old  # [M]
+    log_ratio = logprobs - old_logprobs  # [M]
     # An infinite ratio has the gradient 0 * inf = NaN in the clipped term.
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # [M]
-    plain = -advantage * ratio  # [M]
-    clipped = -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)  # [M]
-    weight = (old - rollout).exp().clamp_max(is_cap)  # [M]
+    plain = -advantages * ratio  # [M]
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)  # [M]
+    weight = (old_logprobs - rollout_logprobs).exp().clamp_max(is_cap)  # [M]
     pg_loss = (weight * torch.maximum(plain, clipped)).sum()  # []
-    loss, ref_kl = pg_loss, new.new_zeros(())  # [], []
+    loss, ref_kl = pg_loss, logprobs.new_zeros(())  # [], []
     clamped = log_ratio.detach().abs() > MAX_LOG_RATIO  # [M]
     if ref_logprobs is not None:
-        ref = inside(ref_logprobs)  # [M]
         # The tokens are the old policy's; the ratio makes them an estimate of the new one's KL.
         drawn = ratio.detach()  # [M]
-        loss = loss + kl_coef * (drawn * kl_estimate(new, ref, "k2")).sum()  # []
-        ref_kl = (drawn * kl_estimate(new.detach(), ref, "k3")).sum()  # []
-        clamped |= (new.detach() - ref).abs() > MAX_LOG_RATIO  # [M]
+        loss = loss + kl_coef * (drawn * kl_estimate(logprobs, ref_logprobs, "k2")).sum()  # []
+        ref_kl = (drawn * kl_estimate(logprobs.detach(), ref_logprobs, "k3")).sum()  # []
+        clamped |= (logprobs.detach() - ref_logprobs).abs() > MAX_LOG_RATIO  # [M]
     if entropy is not None and entropy_coef:
-        loss = loss - entropy_coef * inside(entropy).sum()  # []
+        loss = loss - entropy_coef * entropy.sum()  # []
     return PolicyLoss(
         loss=loss,
         pg_loss=pg_loss.detach(),
-        tokens=mask.sum().float(),
-        ppo_kl=(old - new).detach().sum(),
+        tokens=len(logprobs),
+        ppo_kl=(old_logprobs - logprobs).detach().sum(),
         clipped=(clipped > plain).sum().float(),
         ref_kl=ref_kl,
         clamped=clamped.sum().float(),

@@ -200,7 +200,6 @@ class PolicyTrainer:
                 old,
                 batch.rollout_logprobs,
                 of_tokens,
-                torch.ones_like(batch.tokens, dtype=torch.bool),  # [M]
                 clip_low=self.cfg.clip_low,
                 clip_high=self.clip_high,
                 is_cap=IS_CAP,
