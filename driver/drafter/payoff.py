@@ -35,14 +35,6 @@ class Measured:
         return math.log(self.trained) / math.log(before) - 1 if self.trained > 2 else math.inf
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Whether to train until the next rollout ends, and the reason of a change."""
-
-    trains: bool
-    reason: str = ""
-
-
 def change(before: Sequence[Measured], after: Sequence[Measured]) -> float | None:
     """Relative change of the accept length, a mean over arms by their passes in `after`."""
 
@@ -67,8 +59,8 @@ def error(before: Sequence[Measured], after: Sequence[Measured]) -> float:
     return math.hypot(*(stdev(window) / math.sqrt(len(window)) for window in known if window[1:]))
 
 
-def decide(trains: bool, history: Sequence[Measured]) -> Decision:
-    """Compares what training brings in the coming rollouts with what it costs.
+def decide(trains: bool, history: Sequence[Measured]) -> str:
+    """Why training pauses or goes on, by what it brings and costs; "" = as before.
 
     If the accept length is higher by x %, about x % of the passes' seconds are saved in each of the
     next `PAYBACK` rollouts. While the drafter trains, x is the growth from window to window, or the
@@ -80,7 +72,7 @@ def decide(trains: bool, history: Sequence[Measured]) -> Decision:
     and those since.
     """
     if len(history) < 2 * WINDOW:
-        return Decision(trains)
+        return ""
     # Twice as many rollouts measure a growth three times as well.
     size = min(len(history) // 2, 2 * WINDOW)
     before = history[-2 * size : -size] if trains else history[:size]
@@ -105,28 +97,25 @@ def decide(trains: bool, history: Sequence[Measured]) -> Decision:
         f" {'a rollout' if trains else f'in {2 * WINDOW}'}"
     )
     if trains and worth_s < cost_s and rate < LEARNS:
-        reason = f"training rests: the accept length grows {rate:.1%} a rollout, {numbers}"
-        return Decision(False, reason)
+        return f"training rests: the accept length grows {rate:.1%} a rollout, {numbers}"
     if not trains and worth_s > cost_s:
         fell = "has no comparison" if moved is None else f"fell {rate:.1%}"
-        reason = f"training goes on: the accept length {fell} at rest, {numbers}"
-        return Decision(True, reason)
-    return Decision(trains)
+        return f"training goes on: the accept length {fell} at rest, {numbers}"
+    return ""
 
 
-def at_first(last: Measured) -> Decision:
-    """The decision before there is a second window, from the growth expected of the last steps.
+def at_first(last: Measured) -> str:
+    """Why training pauses before there is a second window, by the growth expected; "" = it goes on.
 
     After a long warm start training rests as soon as the first steps have shown their cost.
     """
     worth_s = PAYBACK * last.expected * last.seconds
     if worth_s >= last.cost_s or last.expected >= LEARNS:
-        return Decision(True)
-    return Decision(
-        False,
+        return ""
+    return (
         f"training rests: of {last.trained} micro-steps the last {last.steps} let the accept length"
         f" grow by about {last.expected:.2%}, worth {1e3 * worth_s:.0f} ms in {PAYBACK} rollouts;"
-        f" training costs {1e3 * last.cost_s:.0f} ms a rollout",
+        f" training costs {1e3 * last.cost_s:.0f} ms a rollout"
     )
 
 
@@ -149,11 +138,11 @@ class Payoff:
         """Adds a rollout; returns the reason if the decision changes, else an empty text."""
         self._history.append(measured)
         early = not self._changed and len(self._history) < 2 * WINDOW
-        decision = at_first(measured) if early else decide(self.trains, self._history)
-        if decision.trains != self.trains:
-            self.trains, self._changed = decision.trains, True
+        reason = at_first(measured) if early else decide(self.trains, self._history)
+        if reason:
+            self.trains, self._changed = not self.trains, True
             self._history = [] if self.trains else self._history[-2 * WINDOW :]
-        return decision.reason
+        return reason
 
 
 def delays(method: Callable[..., None]) -> Callable[..., None]:
