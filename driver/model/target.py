@@ -133,7 +133,7 @@ class TargetModel(TargetWeights):
         kv: KvCache,
         *,
         ancestors: Tensor | None = None,
-        logits_rows: Tensor | None = None,
+        want_logits: bool = True,
         want_features: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Runs all layers on R rows and writes their keys and values into the cache.
@@ -145,11 +145,11 @@ class TargetModel(TargetWeights):
             kv: the cache; slots from `context_len` on are written.
             ancestors: uint8 [R, 16], in-flight slots of a row's ancestors, root first; None where
                 the rows of a request are a chain (prefill, plain decoding).
-            logits_rows: int32 or int64 [n], rows that need logits; None = all; empty = none.
+            want_logits: compute the logits; a prefill needs none.
             want_features: return the features too.
 
         Returns:
-            logits: float32 [n, vocab_size], or None if no row needs them.
+            logits: float32 [R, vocab_size], or None if they are not wanted.
             features: [R, 4 H] in the model's dtype, or None: the outputs (residual stream) of the
                 three feature layers, then the final hidden state *before* the final norm, so that
                 a teacher's logits are head(final_norm(last H columns)).
@@ -174,7 +174,7 @@ class TargetModel(TargetWeights):
             hidden = out
             for again in parts[1:]:  # recorded twice: a model with few layers
                 self._feature(count, again).copy_(hidden)
-        return self._logits_of(hidden, logits_rows), features
+        return self._logits_of(hidden) if want_logits else None, features
 
     def _decoder_layer(
         self,
@@ -266,20 +266,12 @@ class TargetModel(TargetWeights):
         tlt_ext.linear_rows(**read, weight=layer.qkv, out=qkv, bias=layer.qkv_bias, pdl=True)
         tlt_ext.append_kv(qkv, q, *cache, rows, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps)
 
-    def _logits_of(self, hidden: Tensor, logits_rows: Tensor | None) -> Tensor | None:
-        chosen = hidden
-        if logits_rows is not None:
-            chosen = self._chosen[: len(logits_rows)]
-            take_rows(hidden, logits_rows, chosen)
-        if not len(chosen):
-            return None
-        if len(chosen) > self.max_logits:
-            raise ValueError(
-                f"logits_rows: wanted at most max_logits = {self.max_logits}, got {len(chosen)}"
-            )
-        count, head, eps = len(chosen), self._head_rows, self.spec.rms_norm_eps
+    def _logits_of(self, hidden: Tensor) -> Tensor:
+        count, head, eps = len(hidden), self._head_rows, self.spec.rms_norm_eps
+        if count > self.max_logits:
+            raise ValueError(f"logits: wanted at most max_logits = {self.max_logits}, got {count}")
         logits = self._logits[:count]
-        read = self.norm_for(chosen, self.final_norm, head, eps, self._normed)
+        read = self.norm_for(hidden, self.final_norm, head, eps, self._normed)
         if self._columns is None:
             tlt_ext.linear_rows(**read, weight=head, out=logits, pdl=True)
             return logits
@@ -299,7 +291,7 @@ class TargetModel(TargetWeights):
             # Zeros: inert rows are computed too, and NaN there would be slow and raise alarms.
             return torch.zeros(self.max_rows, *shape, dtype=self.dtype, device=self.device)
 
-        self._hidden, self._chosen, self._normed = (rows(spec.hidden_size) for _ in range(3))
+        self._hidden, self._normed = (rows(spec.hidden_size) for _ in range(2))
         self._qkv = rows(spec.q_dim + 2 * spec.kv_dim)
         self._q, self._attended = (rows(spec.num_heads, spec.head_dim) for _ in range(2))
         self._gated = rows(spec.intermediate_size)

@@ -55,12 +55,11 @@ class Prefill:
         table = self.block_table([jobs[j].pages for j in take])
         status = torch.zeros_like(count)
         rows = tlt_ext.Rows(row_start, self.ints(position), status, context_len, table)
-        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
         _, features = self.model.forward(
             self.ints(ids),
             rows,
             self.cache,
-            logits_rows=nothing,
+            want_logits=False,
             want_features=self.cache.features is not None,
         )
         path = torch.arange(max(counts), dtype=torch.int32, device=self.device)

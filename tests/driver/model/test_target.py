@@ -157,13 +157,11 @@ def test_a_request_has_the_same_bits_alone_and_in_a_ragged_batch(llama):
         assert same_bits(together[which], torch.cat([each[which] for each in alone]))
 
 
-def test_logits_only_of_the_rows_that_need_them(llama):
+def test_logits_only_where_they_are_wanted(llama):
     model, ids = load(llama[1]), token_ids(9)
     every = Sequences(model).logits(ids)
-    some = Sequences(model).logits(ids, logits_rows=torch.tensor([8, 2]))
-    assert same_bits(some, every[[8, 2]])
     sequence = Sequences(model)
-    logits, features = sequence.rows([ids[:8]], logits_rows=torch.tensor([]).int())
+    logits, features = sequence.rows([ids[:8]], want_logits=False)
     assert logits is None and features is None
     assert same_bits(sequence.logits(ids[8:])[0], every[8])
 
@@ -171,7 +169,7 @@ def test_logits_only_of_the_rows_that_need_them(llama):
 def test_a_batch_that_drained_to_nothing_is_a_pass_over_no_rows_fault_25(llama):
     sequences = Sequences(load(llama[1]), batch=2)
     logits, features = sequences.rows([[], []], want_features=True)
-    assert logits is None and features.shape == (0, 4 * 48)
+    assert logits.shape == (0, 97) and features.shape == (0, 4 * 48)
     assert sequences.kv.k.isnan().all()
 
 
