@@ -113,7 +113,7 @@ class RolloutEngine:
             self.store.release(state, keep=False)
         self.runner.prepare()
         self._started = time.perf_counter()
-        self._observer = (observer or self.observer) if record else None
+        self._observer = (record and (observer or self.observer)) or RolloutObserver()
         self._source = source or RequestSource()
         self._traced = bool(requests)  # a rollout of arrivals alone may never end
         self._choice, self._horizon = OFF, 1  # of the bandit
@@ -125,7 +125,7 @@ class RolloutEngine:
             self.config.max_batch,
             self.model.spec.max_position,
             self.config.spec_max_batch,
-            self._observer.on_finish if self._observer else None,
+            self._observer.on_finish,
         )
         added = self.scheduler.add(requests)
         for state in added:
@@ -134,8 +134,7 @@ class RolloutEngine:
         strategy, changes = OFF, self.store.changes
         while self._unfinished():
             if self.scheduler.idle:  # all requests wait for tools
-                if self._observer is not None:
-                    self._observer.on_pass(self.scheduler.active, 0)
+                self._observer.on_pass(self.scheduler.active, 0)
                 continue
             if admission := self.scheduler.admit():
                 with self.spans("prefill"):
@@ -243,13 +242,13 @@ class RolloutEngine:
         while True:
             meanwhile = partial(self._overlap, batch, unread)
             burst = self.runner.run(count, strategy, limit, ends, meanwhile)
-            if burst.unbroken and self._observer is not None:
+            if burst.unbroken:
                 self._observer.on_pass(self.scheduler.active - burst.ended, burst.passes)
             if not (burst.unbroken and self._can_continue(burst)):
                 break
             limit, ends, unread = self._most_passes(strategy), ends - burst.ended, burst
         self._harvest(batch, burst)
-        if not burst.unbroken and self._observer is not None:
+        if not burst.unbroken:
             self._observer.on_pass(self.scheduler.active, burst.passes)
 
     def _can_continue(self, burst: Burst) -> bool:
@@ -271,9 +270,8 @@ class RolloutEngine:
             self.scheduler.release()
         else:
             stop = self._read(batch, unread)
-        while self._observer is not None and self.runner.graphs and not (stop or self.ring.reason):
-            if not self._observer.on_wait():
-                break
+        while self.runner.graphs and not (stop or self.ring.reason) and self._observer.on_wait():
+            pass
         return stop
 
     def _read(self, batch: Batch, burst: Burst) -> bool:

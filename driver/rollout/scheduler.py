@@ -21,9 +21,8 @@ class Scheduler:
     max_batch: int  # largest number of running requests
     max_len: int  # largest number of tokens of a request, prompt included
     spec_max_batch: int = 0  # largest batch that may speculate
-    # Called with each finished request before its pages are freed. Pages are then freed by
-    # `release`, or when they are needed; without it, as soon as a request finishes.
-    on_release: Callable[[RunningRequest], None] | None = None
+    # Called with each finished request before its pages are freed, which `release` does.
+    on_release: Callable[[RunningRequest], None] = lambda state: None
 
     def __post_init__(self) -> None:
         self.waiting: deque[RunningRequest] = deque()
@@ -301,12 +300,9 @@ class Scheduler:
         if state.status:
             self.statuses.append(state.status)
         self._finished.append(state)
-        if self.on_release is None:
-            self.release()
 
     def release(self) -> None:
         for state in self._finished:
-            if self.on_release is not None:
-                self.on_release(state)
+            self.on_release(state)
             self._free(state)
         self._finished.clear()

@@ -57,6 +57,7 @@ def test_prompts_at_page_boundaries(length):
     assert made._grow(1)
     sequence.finish = "stop"
     made.retire()
+    made.release()
     assert made.pool.num_free == 64
 
 
@@ -151,6 +152,7 @@ def test_no_page_is_lost_under_random_load():
                 if sequence.remaining == 0:
                     sequence.finish = "length"
             made.retire()
+            made.release()
             passes += 1
             assert passes < 2000
         assert made.pool.num_free == made.pool.num_pages
@@ -197,6 +199,7 @@ def test_no_page_is_lost_by_pauses_removals_and_lost_contents():
                 if state.remaining == 0:
                     state.finish = "length"
             made.retire(lambda state: state.finish == "stop" and state.room > 0)
+        made.release()
         assert made.pool.num_free == made.pool.num_pages and all(s.finish for s in left)
 
 
