@@ -230,7 +230,6 @@ class EngineConfig(Section, prefix="engine."):
         " (the most that the device and its driver can do)",
         words=("auto", "off", "pass", "loop"),
     )
-    graph_mib: int = setting(0, "MiB of device memory for CUDA graphs; 0: no limit", low=0)
     free_in_update: str = setting(
         "auto",
         "release the memory of KV cache and features during the update; auto: if the run would not"

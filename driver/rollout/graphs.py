@@ -12,7 +12,7 @@ import torch
 
 import tlt_ext
 
-from ..common.errors import SharedWarning, UserError
+from ..common.errors import UserError
 from ..common.tensor_parallel import TensorParallel
 from ..config.strategy import OFF, Strategy
 from .passes import PassProgram
@@ -79,16 +79,7 @@ def build_graphs(
     loop = loop and tlt_ext.GraphPool.supports_loop(device.index or 0)
     if config.graphs == "loop" and not loop:
         raise UserError("engine.graphs=loop: this driver cannot loop in a CUDA graph; use auto")
-    plan = BucketPlan.of(config, buckets, max_rows, program.model.spec, loop)
-    if plan.dropped:
-        warnings.warn(
-            f"engine.graph_mib={config.graph_mib}: too little for the graphs of"
-            f" {listed(plan.dropped)}; such speculation is not chosen, plain decoding runs"
-            " without a graph, slower",
-            SharedWarning,
-            stacklevel=3,
-        )
-    return PassGraphs(plan, program, state, ring, loop, config.graph_mib << 20)
+    return PassGraphs(BucketPlan.of(config, buckets, max_rows), program, state, ring, loop)
 
 
 @dataclass(eq=False)
@@ -104,16 +95,14 @@ class PassGraphs:
     state: BatchState
     ring: tlt_ext.PassRing
     loop: bool  # a burst is one launch of a repeated pass; otherwise the host launches each
-    budget_bytes: int = 0  # for the executables; 0 = no limit
 
     def __post_init__(self) -> None:
         self.failed = ""  # why nothing more is captured; empty: nothing failed
         self.capture_s = 0.0
         self._tried: set[Cell] = set()
         self.step_s: dict[Cell, float] = {}  # of a pass, on inert rows right after capture
-        device, budget = self.state.device, self.budget_bytes
-        self._pool = tlt_ext.GraphPool(device.index or 0, budget_bytes=budget)
-        self._stream = torch.cuda.Stream(device)
+        self._pool = tlt_ext.GraphPool(self.state.device.index or 0)
+        self._stream = torch.cuda.Stream(self.state.device)
         self._memory = torch.cuda.graph_pool_handle()  # of temporaries, shared by all graphs
         # The graphs in the pool; as torch's objects they keep the memory of the temporaries.
         self._captured: dict[Cell, torch.cuda.CUDAGraph] = {}
@@ -202,16 +191,14 @@ class PassGraphs:
             )
 
     def _drop_evicted(self) -> None:
-        """Warns of graphs that the pool evicted, since the plan underestimated their memory."""
+        """Warns of graphs that the pool evicted for lack of memory."""
         gone = [cell for cell in self._captured if str(cell) not in self._pool]
         for cell in gone:
             del self._captured[cell]
         if gone:
-            budget = f"engine.graph_mib={self.budget_bytes >> 20} or "
             warnings.warn(
-                f"CUDA graphs: {budget if self.budget_bytes else ''}the device's memory is too"
-                f" little; {listed(gone)} were evicted: such speculation is not chosen, plain"
-                " decoding runs without a graph, slower",
+                f"CUDA graphs: the device's memory is too little; {listed(gone)} were evicted: such"
+                " speculation is not chosen, plain decoding runs without a graph, slower",
                 stacklevel=3,
             )
 

@@ -1,4 +1,4 @@
-"""Which passes to capture: batch buckets times strategies, within a memory budget."""
+"""Which passes to capture: batch buckets times strategies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import tlt_ext
 
 from ..common.memory import FLOAT_BYTES
-from ..config.strategy import OFF, REJECTION, Strategy, parse_strategies
+from ..config.strategy import OFF, Strategy, parse_strategies
 from ..model.drafter import DraftSpec
 from ..model.spec import ModelSpec
 from ..model.target import FUSED_ROWS, LARGE_WEIGHTS, appends, fuses, layer_launches
@@ -76,8 +76,9 @@ class GraphCost:
             launches += first + level * (strategy.depth - 1) + CHAIN_LAUNCHES * self.rejection
         return launches
 
-    def bytes_of(self, cell: Cell) -> int:
-        return tlt_ext.graph_bytes(self.nodes(cell), self.loop)
+    def bytes_of(self, *cells: Cell) -> int:
+        """Predicted device memory of the executables."""
+        return sum(tlt_ext.graph_bytes(self.nodes(cell), self.loop) for cell in cells)
 
 
 def draft_bytes(
@@ -124,10 +125,8 @@ def plain_buckets(max_batch: int) -> list[int]:
 class BucketPlan:
     """The graphs to capture, and the one that serves a batch.
 
-    Plain decoding comes first, for every batch, so that the dense phase never loses its graphs to
-    the tail. Then strategies by rising batch, as long as memory lasts: large trees of large
-    batches, which gain least, are dropped first. `cells` are the largest first, so that later ones
-    reuse memory; `predicted_bytes` are of the executables.
+    Plain decoding has one for every batch. `cells` are the largest first, so that later ones reuse
+    memory.
     """
 
     max_batch: int
@@ -135,44 +134,24 @@ class BucketPlan:
     strategies: Sequence[Strategy]  # arms to capture; `off` is always planned
     spec_buckets: Sequence[int]  # rising batch sizes; those above `spec_max_batch` are clipped
     max_rows: int  # of a speculative pass
-    cost: GraphCost
-    budget_bytes: int = 0  # device memory for the executables; 0 = no limit
 
     def __post_init__(self) -> None:
         top = min(self.spec_max_batch, self.max_batch)
-        sizes = sorted({min(size, top) for size in (*self.spec_buckets, top)} - {0})
-        arms = sorted(set(self.strategies) - {OFF}, key=lambda s: (s.num_verify, s))
+        sizes = {min(size, top) for size in (*self.spec_buckets, top)} - {0}
+        arms = set(self.strategies) - {OFF}
         speculative = [Cell(size, strategy) for size in sizes for strategy in arms]
-        wanted = [Cell(size, OFF) for size in plain_buckets(self.max_batch)]
-        wanted += [cell for cell in speculative if cell.rows <= self.max_rows]
-        self.dropped: list[Cell] = []
-        kept, self.predicted_bytes = [], 0
-        for cell in wanted:
-            total = self.predicted_bytes + self.cost.bytes_of(cell)
-            if self.budget_bytes and total > self.budget_bytes:
-                self.dropped.append(cell)
-                continue
-            self.predicted_bytes = total
-            kept.append(cell)
-        self.cells = sorted(kept, key=lambda c: (-c.rows, -c.batch, c.strategy))
+        cells = [Cell(size, OFF) for size in plain_buckets(self.max_batch)]
+        cells += [cell for cell in speculative if cell.rows <= self.max_rows]
+        self.cells = sorted(cells, key=lambda c: (-c.rows, -c.batch, c.strategy))
         self._buckets: dict[Strategy, list[int]] = {}
-        for cell in sorted(kept, key=lambda c: c.batch):
+        for cell in sorted(cells, key=lambda c: c.batch):
             self._buckets.setdefault(cell.strategy, []).append(cell.batch)
 
     @staticmethod
-    def of(
-        engine: EngineConfig, buckets: Sequence[int], max_rows: int, spec: ModelSpec, loop: bool
-    ) -> BucketPlan:
+    def of(engine: EngineConfig, buckets: Sequence[int], max_rows: int) -> BucketPlan:
         """The plan of an engine's settings, with the buckets of the bandit."""
-        return BucketPlan(
-            engine.max_batch,
-            engine.spec_max_batch,
-            parse_strategies(engine.strategies),
-            buckets,
-            max_rows,
-            GraphCost(spec, loop, engine.verify == REJECTION, engine.tensor_parallel > 1),
-            engine.graph_mib << 20,
-        )
+        arms = parse_strategies(engine.strategies)
+        return BucketPlan(engine.max_batch, engine.spec_max_batch, arms, buckets, max_rows)
 
     def find(self, batch: int, strategy: Strategy) -> Cell | None:
         """The smallest planned graph of the strategy for the batch; None: there is none."""

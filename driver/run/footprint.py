@@ -27,7 +27,7 @@ from ..policy.host_moments import BLOCK_NUMBERS, MOMENTS, RING
 from ..policy.host_weights import LAYERS_AHEAD
 from ..policy.weights import SUM_BYTES, is_sharded
 from ..rollout.pages import pages_for
-from ..rollout.plan import BucketPlan, draft_bytes
+from ..rollout.plan import BucketPlan, GraphCost, draft_bytes
 from ..rollout.state import WORDS_PER_REQUEST
 from ..rollout.token_store import HISTORY, TokenStore
 from ..session.parts import Parts, build_parts
@@ -310,14 +310,13 @@ def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str,
         held |= _drafter_parts(config, parts, prompt_len)
     if config.run.device != "cpu" and engine.graphs != "off":
         most = engine.spec_max_rows or target.max_rows
-        plan = BucketPlan.of(engine, config.bandit.buckets, most, spec, engine.graphs != "pass")
-        held[GRAPHS] = plan.predicted_bytes
+        cells = BucketPlan.of(engine, config.bandit.buckets, most).cells
+        rejection, shared = engine.verify == REJECTION, engine.tensor_parallel > 1
+        cost = GraphCost(spec, engine.graphs != "pass", rejection, shared)
+        held[GRAPHS] = cost.bytes_of(*cells)
         if parts.runner is not None:
             held["drafts in graphs"] = draft_bytes(
-                plan.cells,
-                parts.runner.spec,
-                target.dtype.itemsize,
-                rejection=engine.verify == REJECTION,
+                cells, parts.runner.spec, target.dtype.itemsize, rejection
             )
     return held
 

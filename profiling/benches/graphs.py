@@ -89,7 +89,6 @@ def every_cell(rollout: Rollout) -> BucketPlan:
         parse_strategies(engine.config.strategies),
         plain_buckets(MAX_BATCH),
         engine.model.max_rows,
-        GraphCost(engine.model.spec),
     )
 
 
@@ -126,7 +125,7 @@ def measure(case: str) -> dict[str, Any]:
     }
     if case != "naive" and not graphs.failed:
         assert rollout.spot is not None
-        executables = graphs.plan.predicted_bytes
+        executables = GraphCost(target.spec).bytes_of(*graphs.plan.cells)
         drafts = draft_bytes(graphs.plan.cells, rollout.spot.runner.spec, target.dtype.itemsize)
         cell["predicted_over_settled"] = executables / 2**20 / cell["settled_mib"]
         cell["predicted_over_measured"] = (executables + drafts + buffers) / (fell + buffers)

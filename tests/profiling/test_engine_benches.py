@@ -10,15 +10,12 @@ from transformers import Qwen2Config
 
 from driver.config.load import load_config
 from driver.config.strategy import Strategy, parse_strategies
-from driver.rollout.plan import BucketPlan, GraphCost
+from driver.rollout.plan import BucketPlan
 from driver.rollout.stats import RolloutStats
-from driver.session.load import spec_of
 from profiling.benches import decode, graphs, rollout
 from profiling.rig import timing
 from profiling.rig.bench import Bench
 from profiling.rig.subjects import (
-    QWEN2_7B,
-    empty_model,
     fix_bandit,
     of_checkpoint,
     of_shape,
@@ -294,7 +291,6 @@ def test_graph_cases_differ_in_what_they_capture():
             parse_strategies(engine.strategies),
             config.bandit.buckets,
             1 << 20,
-            GraphCost(spec_of(empty_model(QWEN2_7B))),
         )
     assert len(plans["single"].cells) < len(plans["ours"].cells) < len(plans["naive"].cells)
     assert max(c.rows for c in plans["naive"].cells) == 8 * max(c.rows for c in plans["ours"].cells)

@@ -14,7 +14,7 @@ from driver.rollout import graphs, runner
 from driver.rollout.bandit import ArmSums, Bandit
 from driver.rollout.graphs import PassGraphs
 from driver.rollout.pages import pages_for
-from driver.rollout.plan import BucketPlan, GraphCost
+from driver.rollout.plan import BucketPlan
 from tests.driver.hugging_face import random_model
 from tests.driver.rollout.test_engine import (
     STRATEGIES,
@@ -103,7 +103,7 @@ class Loops(PassGraphs):
         self._captured[cell] = cell
 
 
-def looping(policy, *words, loop=True, budget=0, pool=Pool, parallel=None):
+def looping(policy, *words, loop=True, max_rows=1 << 20, pool=Pool, parallel=None):
     arms = f"engine.strategies={' '.join(ARMS)}"
     rollout = make_rollout(policy, arms, *words, parallel=parallel)
     rollout.spot.swap()
@@ -113,9 +113,7 @@ def looping(policy, *words, loop=True, budget=0, pool=Pool, parallel=None):
         engine.config.spec_max_batch,
         parse_strategies(ARMS),
         rollout.bandit.config.buckets,
-        engine.model.max_rows,
-        GraphCost(engine.model.spec),
-        budget,
+        min(max_rows, engine.model.max_rows),
     )
     engine.runner.graphs = Loops(engine, plan, loop, pool)
     return rollout
@@ -231,7 +229,7 @@ def test_a_pass_launched_op_by_op_is_timed_without_the_prefill_before_it(monkeyp
 
 
 def test_an_arm_the_plan_lacks_is_not_chosen(policy, plain):
-    rollout = looping(policy, budget=1 << 20)
+    rollout = looping(policy, max_rows=1)
     graphs = rollout.engine.runner.graphs
     assert {c.strategy for c in graphs.plan.cells} == {OFF}
     assert same(generate(rollout, requests(), "learned:8,4,32", horizon=64), plain)

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import tlt_ext
-from driver.common.errors import SharedWarning
 from driver.config.strategy import OFF, Strategy
 from driver.model.target import WHOLE_ROWS
 from driver.rollout.graphs import PassGraphs
@@ -235,27 +233,17 @@ def test_out_of_memory_during_capture(policy, plain, monkeypatch):
     assert same(generate(rollout, jobs(), "learned:8,4,32", horizon=4), plain)
 
 
-def test_an_arm_without_memory_is_never_chosen(policy, plain):
-    with pytest.warns(SharedWarning, match="graph_mib=1: too little .*learned:8,4,32 x ") as caught:
-        rollout = made(policy, "engine.graph_mib=1")
-    assert sum("graph_mib" in str(w.message) for w in caught) == 1
-    graphs = rollout.engine.runner.graphs
-    assert any(c.strategy != OFF for c in graphs.plan.dropped)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert same(generate(rollout, jobs(), "learned:8,4,32", horizon=64), plain)
-    assert graphs.metrics()["graphs/charged_mib"] <= 1
-
-
 def test_graphs_of_speculation_are_evicted_first(policy, plain, monkeypatch):
-    """The plan underestimated memory: evicted graphs are reported and never chosen."""
-    monkeypatch.setattr(GraphCost, "bytes_of", lambda self, cell: 1)
-    rollout = made(policy, "engine.graph_mib=2")
+    """Evicted graphs are reported and never chosen."""
+
+    class Small(tlt_ext.GraphPool):
+        def __init__(self, device):
+            super().__init__(device, budget_bytes=2 << 20)
+
+    monkeypatch.setattr(tlt_ext, "GraphPool", Small)
+    rollout = made(policy)
     graphs = rollout.engine.runner.graphs
-    assert not graphs.plan.dropped
-    with pytest.warns(
-        UserWarning, match="graph_mib=2 or .*learned:8,4,32 x .* were evicted"
-    ) as caught:
+    with pytest.warns(UserWarning, match="too little; .*learned:8,4,32 x .* evicted") as caught:
         assert same(generate(rollout, jobs(), "learned:8,4,32", horizon=64), plain)
     assert sum("were evicted" in str(w.message) for w in caught) == 1
     assert not graphs.failed and graphs.metrics()["graphs/charged_mib"] <= 2
