@@ -47,7 +47,7 @@ class Sampling(NamedTuple):
 
     Attributes:
         temperature: float32 [n]; below 1e-6 = greedy.
-        request: int64 [n], the request's 62-bit id, which keys its noise.
+        request: int64 [n], the request's id, whose low 62 bits key its noise.
         top_k: int32 [n]; 0 or less = off.
         top_p: float32 [n]; 1 or more = off.
     """

@@ -3,7 +3,8 @@
 A token's noise is a function of (seed, request, position, token) alone, so the same token is drawn
 in any batch, with or without speculation. Sampling parameters are per request: temperature (below
 1e-6 = greedy), then top-k (<= 0 = off), then top-p (>= 1 = off). NaN and +inf logits lose and set
-`Status.NAN_LOGITS`; a row without any finite logit gives token 0 with log-prob -inf.
+`Status.NAN_LOGITS`; a row without any finite logit gives token 0 with log-prob -inf. A vocabulary
+has at most 2^19 ids on a GPU, 2^22 on a CPU.
 """
 
 from tlt_ext import _C
@@ -115,9 +116,9 @@ def verify_tree(
         limit: [requests] int32, the most tokens to emit now; 0 emits nothing.
         seed: the run's 64-bit seed.
         vocab_size: ids at or past it are padding and never read; default is the width of logits.
-        workspace: [>= sampling_workspace_bytes(rows)] uint8, scratch with which a GPU draws the
-            rows of one wave at once (64; of a small vocabulary as many as the card has
-            multiprocessors). Without it, and for the rows past the first wave, each request draws
+        workspace: [>= sampling_workspace_bytes(rows)] uint8 at a multiple of 16 bytes, scratch with
+            which a GPU draws all rows at once if there are at most 64 (of a small vocabulary, as
+            many as the card has multiprocessors). Without it, or with more rows, each request draws
             along its path, one row after another; the bits are the same. The CPU needs none.
         stream: CUDA stream; default is the array library's current one.
 

@@ -44,9 +44,9 @@ def expand_tree(
             b * F + f belongs to frontier.node[b, f]; rows may be strided.
         nodes: new nodes are appended, in frontier order, then in rank order.
         frontier: node and ancestors; `next_frontier` of the previous level.
-        next_frontier: of width K, written: the K new nodes of highest score (ties: lower index).
-            ancestors: those of the parent, then the parent's own slot, `slot_base + f`; none in the
-            first level.
+        next_frontier: of width K, 1 to 128, written: the K new nodes of highest score (ties: lower
+            index). ancestors: those of the parent, then the parent's own slot, `slot_base + f`;
+            none in the first level. F * K is at most 8,192 on a GPU.
         sampling: temperature and request.
         root_position: [B] int32, absolute position of the root.
         status: [B] int32. NAN_DRAFT: a NaN or +inf logit (never a child); BAD_TOKEN: a d2t entry
@@ -55,10 +55,11 @@ def expand_tree(
             request is inert).
         seed: the run's seed.
         vocab_size: the target's true vocabulary; without d2t, columns from there on are not read.
-        slot_base: in-flight drafter slot of frontier row 0.
+        slot_base: in-flight drafter slot of frontier row 0; slots are at most 255.
         d2t: [Vd] int32, target id of each draft id; None = the same ids.
         score_temperature: 0: score by log-softmax(draft logits / T); else by log-softmax of
-            (draft logit / T + noise) / score_temperature, which includes the noise in the rank.
+            (draft logit / T + noise) / score_temperature, 1e-6 to 1e6, which includes the noise in
+            the rank.
         stream: CUDA stream; default is the array library's current one.
 
     Raises:
@@ -122,7 +123,7 @@ def select_nodes(
     come first.
 
     Args:
-        nodes: a count of 0 (or past C) gives the request no rows.
+        nodes: C at most 16,384 on a GPU. A count of 0 (or past C) gives the request no rows.
         tree: of B * num_verify rows, written.
         root_position: [B] int32, absolute position of the root.
         position: [B * num_verify] int32 out: root_position + depth.
