@@ -50,7 +50,11 @@ def check_shapes(spec: ModelSpec, shapes: Mapping[str, Sequence[int]], where: st
     needed = spec.shapes()
     for name, shape in needed.items():
         if name not in shapes:
-            raise UserError(f"{where}: {name} is missing; {spec.family} needs it by its {CONFIG}")
+            # Wrappers such as DDP put a prefix before each name.
+            hint = next((f"; remove the prefix of {n}" for n in shapes if n.endswith(name)), "")
+            raise UserError(
+                f"{where}: {name} is missing; {spec.family} needs it by its {CONFIG}{hint}"
+            )
         if list(shapes[name]) != list(shape):
             raise UserError(
                 f"{where}: {name} has shape {list(shapes[name])}, {CONFIG} makes it {list(shape)}"

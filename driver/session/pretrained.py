@@ -1,7 +1,7 @@
 """Makes the parts of a session from a model, with defaults for the device and its memory."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
@@ -107,7 +107,8 @@ def build(
 
 
 def check_words(settings: Sequence[str]) -> None:
-    if isinstance(settings, str) or not all(isinstance(word, str) for word in settings):
+    wrong = isinstance(settings, (str, Mapping))
+    if wrong or not all(isinstance(word, str) for word in settings):
         raise UserError(f"settings: must be a list of key=value words, got {shown(settings)}")
 
 

@@ -333,6 +333,10 @@ def without(weights, name):
             r"layers.3.self_attn.k_proj.weight is missing; LlamaForCausalLM needs it",
         ),
         (
+            lambda w: {f"module.{name}": weight for name, weight in w.items()},
+            "by its config.json; remove the prefix of module.model.embed_tokens.weight",
+        ),
+        (
             lambda w: {**w, "model.layers.0.mlp.up_proj.weight": torch.zeros(72, 49)},
             r"layers.0.mlp.up_proj.weight has shape \[72, 49\], config.json makes it \[72, 48\]",
         ),

@@ -262,6 +262,10 @@ REQUEST = Request(1, 0, (5, 6), SamplingParams(max_new_tokens=4))
             lambda s: Session.from_pretrained("tiny", settings=[5]),
             "settings: must be a list of key",
         ),
+        (
+            lambda s: Session.from_pretrained("tiny", settings={"run.seed": 1}),
+            "settings: must be a list of key",
+        ),
     ],
 )
 def test_wrong_types_are_refused(session, call, message):
