@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
+
+import tlt_ext
 
 from ..common.releasable import ReleasableMemory
 from .spec import ModelSpec
 
 
-@dataclass(frozen=True)
 class KvCache:
-    """Keys and values of all layers, in pages that block tables point to."""
+    """Keys and values of all layers, in zeroed pages that block tables point to.
 
-    k: Tensor  # [num_layers, num_pages, page_size, num_kv_heads, head_dim], dtype of the model
-    v: Tensor  # like k
-    # [num_pages, page_size, feature_size], the first columns of the target's features, addressed by
-    # the same block tables; None if there is no drafter.
-    features: Tensor | None
-    memory: ReleasableMemory  # theirs and that of the drafter's pages
+    It is that of a model, or of a part of it (`TargetModel.shard.spec`). A page holds `page_size`
+    consecutive slots of a request. The recorded features have `feature_size` columns; 0 = none are
+    recorded.
+    """
 
-    @staticmethod
-    def allocate(
+    def __init__(
+        self,
         spec: ModelSpec,
         *,
         num_pages: int,
@@ -31,32 +28,34 @@ class KvCache:
         feature_size: int = 0,
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
-    ) -> KvCache:
-        """Allocates a zeroed cache for a model, or a part of it (`TargetModel.shard.spec`).
-
-        A page holds `page_size` consecutive slots of a request. The recorded features have
-        `feature_size` columns; 0 = none are recorded.
-        """
-        memory, dtype = ReleasableMemory(torch.device(device)), dtype or spec.dtype
+    ) -> None:
+        self.num_pages, self.page_size, dtype = num_pages, page_size, dtype or spec.dtype
+        self.memory = ReleasableMemory(torch.device(device))  # and that of the drafter's pages
+        # [num_layers, num_pages, page_size, num_kv_heads, head_dim]
         shape = (spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-        k, v = (memory.zeros(*shape, dtype=dtype) for _ in range(2))
-        features = None
+        self.k, self.v = (self.memory.zeros(*shape, dtype=dtype) for _ in range(2))
+        # [num_pages, page_size, feature_size], the first columns of the target's features,
+        # addressed by the same block tables; None if there is no drafter.
+        self.features: Tensor | None = None
         if feature_size:
-            features = memory.zeros(num_pages, page_size, feature_size, dtype=dtype)
-        return KvCache(k, v, features, memory)
+            self.features = self.memory.zeros(num_pages, page_size, feature_size, dtype=dtype)
 
-    def recorded(self, rows: Tensor | None) -> Tensor | None:
-        """The columns of a pass's features that are recorded; None if none are."""
-        return None if rows is None or self.features is None else rows[:, : self.features.shape[2]]
+    def commit(
+        self, rows: tlt_ext.Rows, path: Tensor, num_emitted: Tensor, features: Tensor | None
+    ) -> None:
+        """Commits the accepted rows of a pass, and the columns of `features` that are recorded."""
+        if features is not None and self.features is not None:
+            features = features[:, : self.features.shape[2]]
+        tlt_ext.commit_path(
+            self.k,
+            self.v,
+            rows,
+            path=path,
+            num_emitted=num_emitted,
+            features=self.features,
+            feature_rows=features,
+        )
 
     def paged_tensors(self) -> list[Tensor]:
         """All tensors that are divided into pages, each [layers, num_pages, ...]."""
         return [self.k, self.v, *([] if self.features is None else [self.features[None]])]
-
-    @property
-    def num_pages(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def page_size(self) -> int:
-        return self.k.shape[2]

@@ -134,7 +134,6 @@ class TargetModel(TargetWeights):
         *,
         ancestors: Tensor | None = None,
         want_logits: bool = True,
-        want_features: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Runs all layers on R rows and writes their keys and values into the cache.
 
@@ -142,11 +141,11 @@ class TargetModel(TargetWeights):
             ids: int32 or int64 [R], tokens of the rows.
             rows: the requests of the rows. Rows past the last request are computed too: their ids
                 must be valid, their results are undefined.
-            kv: the cache; slots from `context_len` on are written.
+            kv: the cache; slots from `context_len` on are written. If it records features, they
+                are returned too.
             ancestors: uint8 [R, 16], in-flight slots of a row's ancestors, root first; None where
                 the rows of a request are a chain (prefill, plain decoding).
             want_logits: compute the logits; a prefill needs none.
-            want_features: return the features too.
 
         Returns:
             logits: float32 [R, vocab_size], or None if they are not wanted.
@@ -162,7 +161,7 @@ class TargetModel(TargetWeights):
             raise ValueError(f"ids: wanted at most max_rows = {self.max_rows} rows, got {count}")
         hidden = stream = self._hidden[:count]
         take_rows(self.embedding, ids, hidden)
-        features = self._features[:count] if want_features else None
+        features = None if kv.features is None else self._features[:count]
         recorded = (*self.feature_layers, len(self.layers) - 1)  # layer of each part of a feature
         for index, layer in enumerate(self.layers):
             # A recorded layer writes the residual stream into the features, others into one buffer.

@@ -67,11 +67,7 @@ class PassProgram:
         """Runs the target on the tree, verifies it and commits the accepted rows."""
         rows = batch.rows_of(tree)
         logits, features = self.model.forward(
-            tree.tokens,
-            rows,
-            self.cache,
-            ancestors=tree.ancestors,
-            want_features=self.cache.features is not None,
+            tree.tokens, rows, self.cache, ancestors=tree.ancestors
         )
         assert logits is not None
         arrays = tree.group, rows, batch.sampling, batch.output
@@ -87,12 +83,4 @@ class PassProgram:
         else:
             workspace = self.model.workspace.for_sampling(logits)
             tlt_ext.verify_tree(logits, *arrays, **settings, workspace=workspace)
-        tlt_ext.commit_path(
-            self.cache.k,
-            self.cache.v,
-            rows,
-            path=batch.path,
-            num_emitted=batch.num_emitted,
-            features=self.cache.features,
-            feature_rows=self.cache.recorded(features),
-        )
+        self.cache.commit(rows, batch.path, batch.num_emitted, features)

@@ -25,7 +25,7 @@ class Prefill:
     def admit(self, admission: Admission) -> None:
         """Computes prefixes and requests that had emitted tokens, then copies partial pages."""
         self.recomputed += sum(len(job.tokens) for job in admission.recompute)
-        self.run([job for job in (*admission.prefixes, *admission.recompute) if job.tokens])
+        self.run([*admission.prefixes, *admission.recompute])
         if admission.copies:
             source, destination = map(self.ints, zip(*admission.copies, strict=True))
             for pages in self.cache.paged_tensors():
@@ -55,23 +55,9 @@ class Prefill:
         table = self.block_table([jobs[j].pages for j in take])
         status = torch.zeros_like(count)
         rows = tlt_ext.Rows(row_start, self.ints(position), status, context_len, table)
-        _, features = self.model.forward(
-            self.ints(ids),
-            rows,
-            self.cache,
-            want_logits=False,
-            want_features=self.cache.features is not None,
-        )
+        _, features = self.model.forward(self.ints(ids), rows, self.cache, want_logits=False)
         path = torch.arange(max(counts), dtype=torch.int32, device=self.device)
-        tlt_ext.commit_path(
-            self.cache.k,
-            self.cache.v,
-            rows,
-            path=path.repeat(len(counts), 1),
-            num_emitted=count,
-            features=self.cache.features,
-            feature_rows=self.cache.recorded(features),
-        )
+        self.cache.commit(rows, path.repeat(len(counts), 1), count, features)
 
     def ints(self, values: Sequence[int] | list[list[int]]) -> Tensor:
         return uploaded(values, self.device)

@@ -101,7 +101,7 @@ def build_parts(
     )
     num_pages = engine.num_pages or auto_pages(engine, arms, longest)
     try:
-        cache = KvCache.allocate(
+        cache = KvCache(
             target.shard.spec,
             num_pages=num_pages,
             page_size=engine.page_size,

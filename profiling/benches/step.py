@@ -42,7 +42,7 @@ def run(bench: Bench) -> None:
             case = Case(requests, CONTEXT, rows, tree=False)
             batch, _ = make_rows(case)
             pages = requests * case.pages
-            kv = KvCache.allocate(spec, num_pages=pages, page_size=PAGE_SIZE, device="cuda")
+            kv = KvCache(spec, num_pages=pages, page_size=PAGE_SIZE, device="cuda")
             ids = torch.arange(requests * rows, dtype=torch.int32, device="cuda")
             step = timing.measure({"ours": partial(model.forward, ids, batch, kv)})["ours"]
             cached = spec.num_layers * 2 * requests * CONTEXT * spec.num_kv_heads * spec.head_dim

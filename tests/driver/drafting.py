@@ -126,9 +126,7 @@ def build_parts(
     model = random_model(variant)
     spec = spec_of(model)
     target = TargetModel(spec, model.state_dict(), dtype=torch.float32, max_rows=256)
-    cache = KvCache.allocate(
-        spec, num_pages=num_pages, page_size=PAGE, feature_size=target.feature_size
-    )
+    cache = KvCache(spec, num_pages=num_pages, page_size=PAGE, feature_size=target.feature_size)
     shape = DraftSpec.of(spec, intermediate_size=40, draft_vocab=draft_vocab)
     drafter = Drafter(shape, SEED)
     with torch.no_grad():

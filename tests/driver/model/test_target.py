@@ -44,11 +44,17 @@ def token_ids(count: int, seed: int = 0) -> list[int]:
 class Sequences:
     """Requests over one page pool in shuffled order; what was never written is NaN."""
 
-    def __init__(self, model: TargetModel, batch: int = 1, page_size: int = 4) -> None:
+    def __init__(
+        self, model: TargetModel, batch: int = 1, page_size: int = 4, features: bool = False
+    ) -> None:
         self.model, self.page_size, self.max_pages = model, page_size, 128 // page_size
         num_pages = batch * self.max_pages
-        self.kv = KvCache.allocate(
-            model.spec, num_pages=num_pages, page_size=page_size, dtype=model.dtype
+        self.kv = KvCache(
+            model.spec,
+            num_pages=num_pages,
+            page_size=page_size,
+            feature_size=features * model.feature_size,
+            dtype=model.dtype,
         )
         self.kv.k.fill_(torch.nan)
         self.kv.v.fill_(torch.nan)
@@ -151,8 +157,8 @@ def test_a_row_has_the_same_bits_in_a_tree_and_in_decode(pair, context):
 def test_a_request_has_the_same_bits_alone_and_in_a_ragged_batch(llama):
     model = load(llama[1])
     prompts = [token_ids(20, seed=5), [], token_ids(5, seed=6), token_ids(1, seed=7)]
-    alone = [Sequences(model).rows([ids], want_features=True) for ids in prompts if ids]
-    together = Sequences(model, batch=4).rows(prompts, inert=3, want_features=True)
+    alone = [Sequences(model, features=True).rows([ids]) for ids in prompts if ids]
+    together = Sequences(model, batch=4, features=True).rows(prompts, inert=3)
     for which in range(2):
         assert same_bits(together[which], torch.cat([each[which] for each in alone]))
 
@@ -167,8 +173,8 @@ def test_logits_only_where_they_are_wanted(llama):
 
 
 def test_a_batch_that_drained_to_nothing_is_a_pass_over_no_rows_fault_25(llama):
-    sequences = Sequences(load(llama[1]), batch=2)
-    logits, features = sequences.rows([[], []], want_features=True)
+    sequences = Sequences(load(llama[1]), batch=2, features=True)
+    logits, features = sequences.rows([[], []])
     assert logits.shape == (0, 97) and features.shape == (0, 4 * 48)
     assert sequences.kv.k.isnan().all()
 
@@ -185,7 +191,7 @@ def test_features_are_the_outputs_of_their_layers_fault_37(llama):
     for layers in [(), (0, 2, 3)]:
         model = load(folder)
         model.feature_layers = layers or model.feature_layers
-        features = Sequences(model).rows([ids], want_features=True)[1]
+        features = Sequences(model, features=True).rows([ids])[1]
         assert features.shape == (30, model.feature_size)
         for place, index in enumerate([*(layers or (0, 1, 2)), 3]):
             part = features[:, place * 48 : (place + 1) * 48]
@@ -222,9 +228,9 @@ def test_ops_one_by_one_have_the_bits_of_fused_ones(pair, monkeypatch, dtype):
     """What a layer runs where rows or weights are many."""
     model = TargetModel(pair[1].spec, pair[1].state_dict(), dtype=dtype)
     ids = token_ids(21)
-    fused = [x.clone() for x in Sequences(model).rows([ids], want_features=True)]
+    fused = [x.clone() for x in Sequences(model, features=True).rows([ids])]
     monkeypatch.setattr(model, "fuses", lambda *_: False)
-    apart = Sequences(model).rows([ids], want_features=True)
+    apart = Sequences(model, features=True).rows([ids])
     assert all(same_bits(a, b) for a, b in zip(fused, apart, strict=True))
 
 
@@ -238,7 +244,7 @@ def test_a_layer_without_rope_appends_its_input(dtype):
     assert spec.rope.attention_factor > 1
     qkv = torch.randn(5, spec.q_dim + 2 * spec.kv_dim, generator=generator(2)).to(dtype)
     qkv[2] = -0.0
-    kv = KvCache.allocate(spec, num_pages=2, page_size=4, dtype=dtype)
+    kv = KvCache(spec, num_pages=2, page_size=4, dtype=dtype)
     q = torch.empty(5, spec.num_heads, spec.head_dim, dtype=dtype)
     rows = tlt_ext.Rows(
         row_start=torch.tensor([0, 5]).int(),

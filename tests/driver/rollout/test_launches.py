@@ -105,7 +105,7 @@ def step_launches(spec, requests, slots):
     }
     model = TargetModel(spec, weights, device="cuda", max_rows=requests)
     pages = slots // 16
-    kv = KvCache.allocate(spec, num_pages=requests * pages, page_size=16, device="cuda")
+    kv = KvCache(spec, num_pages=requests * pages, page_size=16, device="cuda")
     ints = {"dtype": torch.int32, "device": "cuda"}
     batch = tlt_ext.Rows(
         row_start=torch.arange(requests + 1, **ints),
