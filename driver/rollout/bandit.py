@@ -19,12 +19,7 @@ KNOWN_REWARDS = 4  # after which the best arm runs for two windows at once
 BUCKET_DECAY = 0.03  # weight of a window of the next bucket; of the one after that its square
 HALF_LIFE = 100  # windows of any arm and bucket: two or three rollouts
 
-StepSeconds = Callable[[int, Strategy], float | None]  # of a pass, by batch and arm
-
-
-def unknown_step_s(batch: int, arm: Strategy) -> float | None:
-    """Step times without graphs."""
-    return None
+StepSeconds = Callable[[int, Strategy], float | None]  # of a pass, by batch and arm; None: no graph
 
 
 class ArmSums(NamedTuple):
@@ -73,7 +68,7 @@ class Bandit:
         self._closed = 0  # windows
         self._pulls = Counter[tuple[int, Strategy]]()
         self._window: tuple[int, Strategy] | None = None
-        self._passes = self._request_passes = self._emitted = self._batch = 0
+        self._passes = self._request_passes = self._emitted = 0
         self._elapsed = 0.0  # seconds
         self._length = config.window_passes  # of the open window
 
@@ -83,10 +78,9 @@ class Bandit:
         return buckets[min(bisect_left(buckets, batch), len(buckets) - 1)]
 
     def choose(
-        self, batch: int, usable: Callable[[Strategy], bool], step_s: StepSeconds = unknown_step_s
+        self, batch: int, usable: Callable[[Strategy], bool], step_s: StepSeconds
     ) -> Strategy:
         """The strategy of the next pass; `step_s` gives the seconds of a pass of an arm's graph."""
-        self._batch = batch
         if batch > self.spec_max_batch:
             self._close_window(step_s)
             return OFF
@@ -170,13 +164,11 @@ class Bandit:
             return UNDECIDED
         return max(1, self._length - self._passes)
 
-    def record(
-        self, emitted: int, elapsed_s: float, passes: int = 1, request_passes: int = 0
-    ) -> None:
+    def record(self, emitted: int, elapsed_s: float, passes: int, request_passes: int) -> None:
         """Adds passes of the strategy last chosen; `request_passes` sums their requests."""
         if self._window is not None:
             self._passes += passes
-            self._request_passes += request_passes or self._batch * passes
+            self._request_passes += request_passes
             self._emitted += emitted
             self._elapsed += elapsed_s
 

@@ -109,14 +109,12 @@ class PassRunner:
 
     def step_s(self, count: int, strategy: Strategy) -> float | None:
         """Seconds of a pass, measured when its graph was captured; None: there is no graph."""
-        if self.graphs is None:
-            return None
-        cell = self.graphs.find(count, strategy)
-        return None if cell is None else self.graphs.step_s[cell]
+        cell = self._cell(count, strategy)
+        return None if self.graphs is None or cell is None else self.graphs.step_s[cell]
 
     def decode_s(self) -> float | None:
         """Seconds of plain passes of one inert row, while no request runs; None without a graph."""
-        cell = None if self.graphs is None else self.graphs.find(1, OFF)
+        cell = self._cell(1, OFF)
         if self.graphs is None or cell is None:
             return None
         self.state.fill([])
@@ -168,6 +166,4 @@ class PassRunner:
 
     def _cell(self, count: int, strategy: Strategy) -> Cell | None:
         """The graph of the passes; None: they are launched op by op."""
-        if self.graphs is None:
-            return None
-        return self.graphs.find(count, strategy)
+        return None if self.graphs is None else self.graphs.find(count, strategy)

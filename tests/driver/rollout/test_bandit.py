@@ -5,10 +5,14 @@ import pytest
 from driver.common.errors import UserError
 from driver.config.sections import BanditConfig
 from driver.config.strategy import OFF, Strategy
-from driver.rollout.bandit import Bandit, unknown_step_s
+from driver.rollout.bandit import Bandit
 
 NGRAM = Strategy.parse("ngram:4,1,5")
 LEARNED = Strategy.parse("learned:4,2,8")
+
+
+def no_graphs(batch, arm):
+    """No step time is known."""
 
 
 def make(epsilon=0.0, policy="beg", spec_max_batch=8, window_passes=4):
@@ -21,12 +25,12 @@ def make(epsilon=0.0, policy="beg", spec_max_batch=8, window_passes=4):
     return Bandit([OFF, NGRAM, LEARNED], config, spec_max_batch, seed=1)
 
 
-def play(bandit, speed, batch, passes, usable=lambda arm: True, step_s=unknown_step_s):
+def play(bandit, speed, batch, passes, usable=lambda arm: True, step_s=no_graphs):
     """Runs passes whose arms emit `speed[arm]` tokens a second."""
     chosen = []
     for _ in range(passes):
         arm = bandit.choose(batch, usable, step_s)
-        bandit.record(speed[arm], 1.0)
+        bandit.record(speed[arm], 1.0, 1, batch)
         chosen.append(arm)
     return chosen
 
@@ -43,8 +47,8 @@ def test_buckets_learn_separately():
     bandit = make()
     play(bandit, {OFF: 10, NGRAM: 15, LEARNED: 12}, batch=1, passes=40)
     play(bandit, {OFF: 20, NGRAM: 15, LEARNED: 12}, batch=8, passes=40)
-    assert bandit.choose(1, lambda arm: True) == NGRAM
-    assert bandit.choose(7, lambda arm: True) == OFF
+    assert bandit.choose(1, lambda arm: True, no_graphs) == NGRAM
+    assert bandit.choose(7, lambda arm: True, no_graphs) == OFF
 
 
 @pytest.mark.parametrize(("batch", "bucket"), [(1, 1), (2, 4), (4, 4), (5, 8), (8, 8), (99, 8)])
@@ -54,7 +58,7 @@ def test_bucket_is_the_smallest_that_holds_the_batch(batch, bucket):
 
 def test_large_batches_and_unusable_arms_run_off():
     bandit = make()
-    assert bandit.choose(9, lambda arm: True) == OFF
+    assert bandit.choose(9, lambda arm: True, no_graphs) == OFF
     only_off = play(bandit, {OFF: 1}, batch=1, passes=30, usable=lambda arm: arm == OFF)
     assert set(only_off) == {OFF}
 
@@ -62,7 +66,7 @@ def test_large_batches_and_unusable_arms_run_off():
 def test_an_arm_that_stops_being_usable_is_left_at_once():
     bandit = make()
     play(bandit, {OFF: 1, NGRAM: 1, LEARNED: 9}, batch=1, passes=40)
-    assert bandit.choose(1, lambda arm: arm != LEARNED) != LEARNED
+    assert bandit.choose(1, lambda arm: arm != LEARNED, no_graphs) != LEARNED
 
 
 def test_it_adapts_when_an_arm_gets_worse():
@@ -99,7 +103,7 @@ def test_the_best_arm_runs_for_two_windows_once_it_is_known():
     play(bandit, speed, batch=1, passes=12)  # each tried once
     lengths = []
     for _ in range(6):
-        bandit.choose(1, lambda arm: True)
+        bandit.choose(1, lambda arm: True, no_graphs)
         lengths.append(bandit.horizon)
         play(bandit, speed, batch=1, passes=bandit.horizon)
     assert lengths == [4, 4, 4, 8, 8, 8]
@@ -135,15 +139,15 @@ def test_an_arm_s_own_windows_age_while_no_other_runs():
 def test_ucb_gives_the_best_arm_two_windows_too():
     bandit = make(policy="ucb")
     play(bandit, {OFF: 1, NGRAM: 15, LEARNED: 1}, batch=1, passes=60)
-    bandit.choose(9, lambda arm: True)  # closes the window
-    assert bandit.choose(1, lambda arm: True) == NGRAM and bandit.horizon == 8
+    bandit.choose(9, lambda arm: True, no_graphs)  # closes the window
+    assert bandit.choose(1, lambda arm: True, no_graphs) == NGRAM and bandit.horizon == 8
 
 
 def test_static_policy():
     bandit = make(policy="ngram:4,1,5")
-    assert bandit.choose(2, lambda arm: True) == NGRAM
-    assert bandit.choose(9, lambda arm: True) == OFF
-    assert bandit.choose(2, lambda arm: arm == OFF) == OFF
+    assert bandit.choose(2, lambda arm: True, no_graphs) == NGRAM
+    assert bandit.choose(9, lambda arm: True, no_graphs) == OFF
+    assert bandit.choose(2, lambda arm: arm == OFF, no_graphs) == OFF
 
 
 def test_known_step_times_spare_arms_a_trial():
@@ -179,7 +183,7 @@ def test_arms_are_compared_as_if_the_bucket_were_full():
 
     for batch in (5, 8):
         bandit.choose(batch, lambda arm: arm == NGRAM, step_s)
-        bandit.record(4 * 3 * batch, 2.0, passes=4)  # three tokens per request and pass
+        bandit.record(4 * 3 * batch, 2.0, 4, 4 * batch)  # three tokens per request and pass
         bandit.choose(1, lambda arm: arm == OFF, step_s)  # closes the window
     rewards = bandit.state_dict()["rewards"]["8/ngram:4,1,5"]
     assert rewards == pytest.approx([48.0, 48.0])
@@ -196,7 +200,7 @@ def test_ucb_returns_to_the_least_known_arm():
 def test_a_map_chooses_by_batch():
     config = BanditConfig(policy="4=ngram:4,1,5, 1=learned:4,2,8")
     bandit = Bandit([OFF, NGRAM, LEARNED], config, spec_max_batch=8)
-    chosen = [bandit.choose(batch, lambda arm: True) for batch in (1, 2, 4, 5, 9)]
+    chosen = [bandit.choose(batch, lambda arm: True, no_graphs) for batch in (1, 2, 4, 5, 9)]
     assert chosen == [LEARNED, NGRAM, NGRAM, OFF, OFF]
     for policy, message in (
         ("4=ngram:4,1,5 x=off", "'x=off' is not batch=strategy"),
@@ -210,13 +214,13 @@ def test_a_map_chooses_by_batch():
 
 def test_the_horizon_is_the_rest_of_the_window():
     bandit = make(window_passes=8)
-    bandit.choose(1, lambda arm: True)
+    bandit.choose(1, lambda arm: True, no_graphs)
     assert bandit.horizon == 8
-    bandit.record(3, 1.0, passes=5)
+    bandit.record(3, 1.0, 5, 5)
     assert bandit.horizon == 3
-    bandit.record(3, 1.0, passes=3)
-    assert bandit.choose(1, lambda arm: True) != OFF  # the next to try
-    bandit.choose(9, lambda arm: True)
+    bandit.record(3, 1.0, 3, 3)
+    assert bandit.choose(1, lambda arm: True, no_graphs) != OFF  # the next to try
+    bandit.choose(9, lambda arm: True, no_graphs)
     assert bandit.horizon > 1000
 
 
@@ -226,7 +230,7 @@ def test_state_survives_a_checkpoint_through_json():
     bandit = make(epsilon=0.3)
     speed = {OFF: 10, NGRAM: 15, LEARNED: 12}
     play(bandit, speed, batch=1, passes=60)
-    bandit.choose(9, lambda arm: True)  # closes the window
+    bandit.choose(9, lambda arm: True, no_graphs)  # closes the window
     other = make(epsilon=0.3)
     other.load_state_dict(json.loads(json.dumps(bandit.state_dict())))
     assert other.metrics() == bandit.metrics()
@@ -241,9 +245,9 @@ def test_arms_that_differ_in_kind_only_learn_separately():
     bandits = [Bandit([OFF, LEARNED, hybrid], config, spec_max_batch=8) for _ in range(2)]
     play(bandits[0], {OFF: 10, LEARNED: 12, hybrid: 15}, batch=1, passes=60)
     bandits[1].load_state_dict(json.loads(json.dumps(bandits[0].state_dict())))
-    assert [bandit.choose(1, lambda arm: True) for bandit in bandits] == [hybrid, hybrid]
+    assert [bandit.choose(1, lambda arm: True, no_graphs) for bandit in bandits] == [hybrid, hybrid]
     assert bandits[1].metrics()["spec/arm/1/hybrid:4,2,8/reward"] == pytest.approx(15.0)
-    assert bandits[1].choose(1, lambda arm: not arm.needs_drafter) == OFF
+    assert bandits[1].choose(1, lambda arm: not arm.needs_drafter, no_graphs) == OFF
 
 
 def test_metrics_name_bucket_and_strategy():
