@@ -61,9 +61,6 @@ class PromptEncoder:
     def turns(self) -> TurnEncoder:
         return TurnEncoder(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "turns"}  # has a lock
-
     def message(self, text: str) -> list[dict[str, str]]:
         """A prompt as the conversation that the chat template is applied to."""
         return [{"role": "user", "content": text}]
