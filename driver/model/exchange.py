@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,20 +17,16 @@ from ..common.symmetric import SymmetricArrays
 from ..common.tensor_parallel import GRACE_S, TensorParallel
 
 
-@dataclass(frozen=True)
 class Exchange:
-    """Gathers a float32 array of each rank, on every rank, by NCCL or Gloo."""
+    """Gathers a float32 array [rows, width] of each rank, on every rank, by NCCL or Gloo."""
 
-    parallel: TensorParallel
-    array: Tensor
-    every: Tensor
-
-    @staticmethod
-    def allocate(parallel: TensorParallel, rows: int, width: int, device: torch.device) -> Exchange:
-        """Arrays of at most `rows` rows."""
+    def __init__(
+        self, parallel: TensorParallel, rows: int, width: int, device: torch.device
+    ) -> None:
+        self.parallel = parallel
         # Zeros: inert rows and missing columns are sent too.
-        array = torch.zeros(rows, width, dtype=torch.float32, device=device)
-        return Exchange(parallel, array, array.new_zeros(parallel.size * array.numel()))
+        self.array = torch.zeros(rows, width, dtype=torch.float32, device=device)
+        self.every = self.array.new_zeros(parallel.size * self.array.numel())
 
     def own(self, rows: int) -> Tensor:
         """This rank's array [rows, width], to be written before an exchange."""
@@ -79,4 +74,4 @@ def shared_arrays(
             warnings.warn(f"GPUs share no memory, so NCCL exchanges sums: {why}", stacklevel=2)
         if agree(group, shared is not None) and shared is not None:
             return shared
-    return [Exchange.allocate(parallel, rows, width, device)] * count
+    return [Exchange(parallel, rows, width, device)] * count

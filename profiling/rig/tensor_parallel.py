@@ -73,7 +73,7 @@ def exchanges_us(rollout: Rollout, batch: int) -> list[float]:
     """Microseconds of one exchange of a pass in a graph of many, and of one by an all-gather."""
     target = rollout.target
     out = target._hidden[:batch]
-    gathered = Exchange.allocate(target.parallel, batch, out.shape[1], out.device)
+    gathered = Exchange(target.parallel, batch, out.shape[1], out.device)
 
     def microseconds(sums: Any) -> float:
         def many() -> None:
