@@ -30,8 +30,9 @@ class SamplingParams:
     """How one request is sampled; a value that the engine cannot use raises a UserError.
 
     `top_k=0` and `top_p=1` disable the filters; `temperature=0` is argmax, others are at least
-    `MIN_TEMPERATURE`. `max_new_tokens` limits the response, the answers of tools included;
-    `max_turn_tokens` limits what the model writes before each of them (0: no limit).
+    0.01. `max_new_tokens` limits the response, the answers of tools included; `max_turn_tokens`
+    limits what the model writes before each of them (0: no limit). Each of at most 16 `stop_ids`
+    ends a response; a `Session` takes the model's end tokens if there are none.
     """
 
     temperature: float = 1.0

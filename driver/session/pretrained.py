@@ -102,7 +102,7 @@ def build(
     parts.adopt_drafter(rollout.spot, state, _refuse_drafter)
     ends = spec.eos_ids if encoder is None else end_ids(spec, encoder.tokenizer)
     limit = min(config.sampling.max_new_tokens, longest // 2)
-    params = SamplingParams(max_new_tokens=limit, stop_ids=ends)
+    params = SamplingParams(config.sampling.temperature, max_new_tokens=limit, stop_ids=ends)
     return rollout, encoder, params, policy.config.to_dict()
 
 

@@ -33,8 +33,8 @@ class Session(SharedEngine):
 
     Use it as a context manager. Its methods may be called from any thread; but those that wait,
     which are all but `submit`, not from a callback of a future or of an observer. `params` are
-    those of prompts without their own, with the end tokens of the model as `stop_ids`; `rollout`,
-    `engine` and `spot` are the parts. Without `encode`, prompts must be ids.
+    those of prompts without their own; `rollout`, `engine` and `spot` are the parts. Without
+    `encode`, prompts must be ids.
 
     Example:
         >>> with Session.from_pretrained("smollm2") as session:       # doctest: +SKIP
@@ -85,7 +85,11 @@ class Session(SharedEngine):
             seed: of the noise, and of a new drafter.
             max_batch: most requests that run at once; None: 256 on a GPU, 16 on a CPU.
             max_len: most tokens of a request, prompt included; None: the context of the model.
-            settings: `key=value` words as on the command line, such as `engine.page_size=32`.
+            settings: `key=value` words as on the command line, such as `engine.page_size=32`; they
+                replace those of `preset=h100`, on a CPU of `preset=tiny`.
+
+        `params` of the session are `sampling.temperature` and the end tokens of the model, with
+        `sampling.max_new_tokens`, at most half of `max_len`, as the limit.
 
         Raises:
             UserError: a model, drafter or setting that cannot be used.

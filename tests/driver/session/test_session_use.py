@@ -357,6 +357,13 @@ def test_ids_of_prompts_follow_the_order_of_the_calls(policy):
     assert [r.request.group for r in drawn[0]] == [0, 0, 1, 1, 2]
 
 
+def test_settings_give_the_params_of_prompts_without_their_own(policy):
+    words = ["sampling.temperature=0.5", "sampling.max_new_tokens=9"]
+    with Session.from_pretrained(policy, device="cpu", settings=words) as session:
+        (response,) = session.generate([[6, 7]])
+        assert response.request.params == SamplingParams(0.5, max_new_tokens=9, stop_ids=(3, 5))
+
+
 def test_from_pretrained_reads_folders_texts_and_drafters(tmp_path):
     make = {"device": "cpu", "seed": 1, "settings": ["engine.page_size=8"]}
     with Session.from_pretrained("tiny", **make) as session:
