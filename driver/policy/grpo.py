@@ -3,22 +3,18 @@
 Shapes: N responses, G groups, M tokens (any shape works where only M is written).
 """
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..common.errors import SharedWarning
 from ..config.estimators import ESTIMATORS, Baseline, LossNorm
 
 STD_EPS = 1e-4
 # A log-ratio beyond this is clamped before `exp`: exp(10) = 22,026, and exp(89) is infinite.
 MAX_LOG_RATIO = 10.0
-
-Group = TypeVar("Group")
 
 
 def zero_std_groups(rewards: Tensor, groups: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -97,38 +93,6 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     Source: DAPO (arXiv 2503.14476), equation 13.
     """
     return ((max_length - buffer - lengths).double() / buffer).clamp(-1.0, 0.0)  # [N]
-
-
-def dynamic_sampling(
-    draw: Callable[[int, int], Sequence[tuple[Group, Sequence[float]]]],
-    wanted: int,
-    max_refills: int,
-) -> list[Group]:
-    """Draw groups until `wanted` of them have mixed raw rewards, at most `max_refills` more times.
-
-    `draw(refill, missing)` generates `missing` groups in round `refill` (0 first) and returns each
-    with the raw rewards of those of its responses that are trained on. Fewer groups are returned,
-    after a warning, when the bound was reached.
-
-    Example:
-        >>> dynamic_sampling(lambda refill, missing: [("a", [0, 1])] * missing, 2, 3)
-        ['a', 'a']
-
-    Source: DAPO (arXiv 2503.14476), equation 11.
-    """
-    kept: list[Group] = []
-    for refill in range(max_refills + 1):
-        drawn = draw(refill, wanted - len(kept))
-        kept += [group for group, rewards in drawn if len(set(rewards)) > 1]
-        if len(kept) >= wanted:
-            return kept[:wanted]
-    warnings.warn(
-        f"dynamic sampling: only {len(kept)} of {wanted} groups have mixed rewards after "
-        f"{max_refills} refills; the task is too easy or too hard for this policy",
-        SharedWarning,
-        stacklevel=2,
-    )
-    return kept
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:

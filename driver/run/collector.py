@@ -3,18 +3,18 @@
 import contextlib
 import gc
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..common.errors import UserError
+from ..common.errors import SharedWarning, UserError
 from ..common.stop import Stopped, StopRequest
 from ..common.world import World
 from ..config.load import Config
 from ..drafter.coordinator import Coordinator
 from ..model.prompts import PromptEncoder
-from ..policy.grpo import dynamic_sampling
 from ..records.phases import Phases
 from ..rollout.observer import RolloutObserver
 from ..rollout.request import Request, Response, RunningRequest, request_id
@@ -115,37 +115,36 @@ class Collector(RolloutObserver):
             raise
 
     def _gather(self, step: int) -> Experience:
-        grpo = self.config.grpo
+        grpo, each = self.config.grpo, self.config.grpo.samples_per_prompt
         self.stats, self.tool_stats = RolloutStats(), ToolStats()
         self.ranks.start()
         self._most_ahead = grpo.prompts_per_step if step + 1 < self.config.run.steps else 0
-        rounds: list[Experience] = []
-
-        def draw(refill: int, missing: int) -> list[tuple[int, list[float]]]:
-            first, each = sum(len(r.prompts) for r in rounds), grpo.samples_per_prompt
-            rounds.append(self._draw(step, refill, missing))
-            scored = list(zip(rounds[-1].responses, rounds[-1].rewards, strict=True))
-            groups = [scored[g * each : (g + 1) * each] for g in range(missing)]
-            return [
-                (first + g, [reward for r, reward in group if self._is_learned_from(r)])
-                for g, group in enumerate(groups)
-            ]
-
+        whole, kept = Experience(), 0
+        for refill in range(grpo.max_refills + 1):
+            drawn = self._draw(step, refill, grpo.prompts_per_step - kept)
+            for begin in range(0, len(drawn.responses), each):
+                group = slice(begin, begin + each)
+                keep = self.keeps(drawn.responses[group], drawn.rewards[group])
+                drawn.keep.extend(keep)
+                kept += any(keep)
+            whole = Experience(
+                whole.prompts + drawn.prompts,
+                whole.responses + drawn.responses,
+                whole.rewards + drawn.rewards,
+                whole.keep + drawn.keep,
+                refill,
+            )
+            if kept == grpo.prompts_per_step:
+                return whole
         if grpo.max_refills:
-            groups = dynamic_sampling(draw, grpo.prompts_per_step, grpo.max_refills)
-        else:
-            groups = [group for group, _ in draw(0, grpo.prompts_per_step)]
-        responses = [response for r in rounds for response in r.responses]
-        return Experience(
-            [prompt for r in rounds for prompt in r.prompts],
-            responses,
-            [reward for r in rounds for reward in r.rewards],
-            [
-                i // grpo.samples_per_prompt in groups and self._is_learned_from(r)
-                for i, r in enumerate(responses)
-            ],
-            len(rounds) - 1,
-        )
+            warnings.warn(
+                f"dynamic sampling: only {kept} of {grpo.prompts_per_step} groups have mixed"
+                f" rewards after {grpo.max_refills} refills; the task is too easy or too hard for"
+                " this policy",
+                SharedWarning,
+                stacklevel=2,
+            )
+        return whole
 
     def _is_learned_from(self, response: Response) -> bool:
         cut = response.finish == "length" and self.config.grpo.truncated == "mask"

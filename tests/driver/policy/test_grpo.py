@@ -11,7 +11,6 @@ import torch
 from torch.testing import assert_close
 
 from driver.common import numbers
-from driver.common.errors import SharedWarning
 from driver.config.estimators import ESTIMATORS, Estimator
 from driver.policy import grpo, packing
 from driver.rollout.request import request_id
@@ -151,30 +150,6 @@ def test_leave_one_out_is_finite_where_siblings_agree_fault_46():
 def test_overlong_penalty_is_linear_in_the_buffer():
     lengths = torch.tensor([1, 80, 85, 100, 120])
     assert grpo.overlong_penalty(lengths, 100, 20).tolist() == [0.0, 0.0, -0.25, -1.0, -1.0]
-
-
-def test_dynamic_sampling_is_bounded_and_warns_fault_49():
-    calls = []
-
-    def never_mixed(refill, missing):
-        calls.append((refill, missing))
-        return [("group", [1.0, 1.0])] * missing
-
-    with pytest.warns(SharedWarning, match="only 0 of 4 groups have mixed rewards after 3 refills"):
-        assert grpo.dynamic_sampling(never_mixed, 4, 3) == []
-    assert calls == [(0, 4), (1, 4), (2, 4), (3, 4)]
-
-
-def test_dynamic_sampling_draws_only_the_missing_groups():
-    rounds = {0: [("a", [0, 1]), ("b", [1, 1]), ("c", [0, 0])], 1: [("d", [1, 0]), ("e", [0, 1])]}
-    drawn = []
-
-    def draw(refill, missing):
-        drawn.append(missing)
-        return rounds[refill]
-
-    assert grpo.dynamic_sampling(draw, 3, 5) == ["a", "d", "e"]
-    assert drawn == [3, 2]
 
 
 # -- loss
