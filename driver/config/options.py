@@ -117,14 +117,7 @@ class DryRunOptions(Section):
 
     memory_gb: float = setting(0.0, "memory of the card, in 10^9 bytes; 0: measured", low=0)
     prompt_tokens: int = setting(0, "of the longest prompt; 0: counted, else 256", low=0)
-    ranks: list[int] = setting(
-        [1], "ranks that share the run; several numbers, such as 8,16,64, compare the memory", low=1
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.ranks:
-            raise UserError("ranks: empty; write one or more numbers, such as 8 or 8,16,64")
+    ranks: int = setting(1, "ranks that share the run", low=1)
 
 
 OPTIONS: dict[str, type[Section]] = {

@@ -6,7 +6,7 @@ Reports it by part (`footprint.py`) and rejects a run that does not fit. It down
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from ..common.world import World
@@ -19,7 +19,7 @@ from ..session.parts import check_kernels
 from ..tasks import make_task
 from .assemble import check_context, check_engine, check_prompts, check_ranks, prompt_encoder
 from .fit import as_words, changed, check_fits, decided, faster, fits, fitting, memory_gb
-from .footprint import RunShape, comparison, policy_spec, table
+from .footprint import RunShape, policy_spec, table
 from .warm_start import check_dtype
 
 PROMPT_TOKENS = 256  # assumed without a tokenizer
@@ -28,24 +28,17 @@ PROMPT_TOKENS = 256  # assumed without a tokenizer
 def dry_run(argv: Sequence[str], say: Callable[[str], None]) -> None:
     """Calls `say` with the lines about the memory of the run that the words `argv` describe.
 
-    Raises UserError if the run does not fit. Several numbers of ranks are only compared.
+    Raises UserError if the run does not fit.
     """
     words, own, config = read_dry_run(argv)
     check_dtype(config)
-    shape = run_shape(config, shape_folder(config), words.ranks[0], words.prompt_tokens)
-    for ranks in words.ranks:
-        check_ranks(config, ranks)
+    shape = run_shape(config, shape_folder(config), words.ranks, words.prompt_tokens)
+    check_ranks(config, words.ranks)
     spec = shape.spec
     limit_gb = words.memory_gb or memory_gb(config.run.device)
     say(f"{spec.family}, {spec.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}")
     response = config.sampling.max_new_tokens
     say(f"prompts of {shape.prompt_len} tokens, responses of up to {response}")
-    if len(words.ranks) > 1:
-        shapes = {n: replace(shape, ranks=n) for n in words.ranks}
-        parts = {n: s.footprint(decided(config, s, limit_gb)) for n, s in shapes.items()}
-        for line in comparison(parts, limit_gb):
-            say(line)
-        return
     asked, config = config, decided(config, shape, limit_gb)
     for line in table(shape.footprint(config)):
         say(line)

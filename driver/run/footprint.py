@@ -7,7 +7,7 @@ counted. The memory that an update saves for its backward pass is computed from 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -362,30 +362,4 @@ def table(parts: Footprint) -> Sequence[str]:
     lines.append(f"  peak{'':<20}{parts.peak / 1e9:>9.3f}  (in {parts.largest})")
     if parts.host:
         lines.append(f"  in host memory{'':<10}{parts.host / 1e9:>9.3f}")
-    return lines
-
-
-def comparison(parts: Mapping[int, Footprint], limit_gb: float) -> Sequence[str]:
-    """The parts of a rank by number of ranks, as lines in 10^9 bytes; `limit_gb` 0 = unknown."""
-
-    def row(name: str, values: Iterable[str]) -> str:
-        return f"    {name:<22}" + "".join(f"{value:>9}" for value in values)
-
-    def sizes(name: str, numbers: Iterable[int]) -> str:
-        return row(name, (f"{number / 1e9:.3f}" for number in numbers))
-
-    every = list(parts.values())
-    names = list(dict.fromkeys(name for each in every for name in each.always))
-    lines = ["memory of a rank, GB (10^9 bytes)", row("ranks", map(str, parts))]
-    lines += [sizes(name, (each.always.get(name, 0) for each in every)) for name in names]
-    lines.append(sizes("together", (sum(each.always.values()) for each in every)))
-    for phase in dict.fromkeys(name for each in every for name in each.phases):
-        needs = (sum(each.phases.get(phase, {}).values()) for each in every)
-        lines.append(sizes(f"+ {phase}", needs))
-    lines.append(sizes("peak", (each.peak for each in every)))
-    if any(each.host for each in every):
-        lines.append(sizes("in host memory", (each.host for each in every)))
-    if limit_gb:
-        fits = ("yes" if each.peak <= limit_gb * 1e9 else "no" for each in every)
-        lines.append(row(f"fits {limit_gb:.0f} GB", fits))
     return lines
