@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ..common.deterministic import deterministic
-from ..common.spans import Spans
 from ..common.world import World, split_by_length
 from ..config.estimators import ESTIMATORS
 from ..rollout.request import Response
@@ -45,6 +45,7 @@ class PolicyTrainer:
             same policy.
         device: of the updates; None = the model's. If ranks share the parameters, the model may be
             in host memory before.
+        phase: a block of this name is entered for each part of an update, which times it.
 
     Example:
         >>> trainer = PolicyTrainer(model, cfg.grpo)                # doctest: +SKIP
@@ -58,11 +59,12 @@ class PolicyTrainer:
         load_reference: Callable[[], nn.Module] | None = None,
         world: World | None = None,
         device: torch.device | None = None,
+        phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ):
         self.world = world or World()
         # With dropout the trained policy would not be the one that sampled.
         self.model = model.eval()
-        self.cfg = cfg
+        self.cfg, self.phase = cfg, phase
         self.step = 0
         self.reference: nn.Module | None = None
         if cfg.kl_coef:
@@ -115,8 +117,8 @@ class PolicyTrainer:
         metrics = response_metrics(responses, raw, groups, trained_on)
         warn_of_equal_rewards(raw, groups, trained_on, self.estimator.baseline)
 
-        spans, device = Spans("update"), self.weights.device
-        with spans("old_log_prob") as fixing:
+        device = self.weights.device
+        with self.phase("old_log_prob"):
             parts = [in_order(responses, part) for part in cut(kept, self.cfg.minibatches)]
             minibatches: list[Iterable[MicroBatch]] = []
             with deterministic(device), self.weights.together():
@@ -125,7 +127,7 @@ class PolicyTrainer:
                     minibatches = [
                         [*map(fixed, self._micro_batches(responses, part))] for part in parts
                     ]
-        with spans("update_actor") as training:
+        with self.phase("update_actor"):
             penalty = self._kl_penalty(minibatches, len(responses))  # [N] or None
             advantages = self.advantages(responses, raw, kept, penalty)  # [N]
             max_length = max_length_of(responses)
@@ -151,8 +153,6 @@ class PolicyTrainer:
                 seen, trained = self._train(minibatches, advantages.to(device), denominators, done)
             metrics |= logprob_metrics(seen, self.weights.dtype, self.world, idle) | trained
         self.step += 1
-        metrics["timing_s/old_log_prob"] = fixing.seconds
-        metrics["timing_s/update_actor"] = training.seconds
         return metrics
 
     def _usable(

@@ -39,14 +39,6 @@ class Phases:
         self.total[name] += seconds
         self._step[name] += seconds
 
-    def add_ended(self, phases: Mapping[str, float]) -> None:
-        """Adds consecutive phases (name -> seconds) that the caller measured and that end now."""
-        begin = time.perf_counter() - sum(phases.values())
-        for name, seconds in phases.items():
-            self.add(name, seconds)
-            self.timeline.add("train", name, begin, begin + seconds)
-            begin += seconds
-
     def end_step(self, step: int) -> dict[str, float]:
         """`timing_s/<phase>` of the step that ends here, and `timing_s/step` itself."""
         now = time.perf_counter()

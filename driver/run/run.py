@@ -116,8 +116,6 @@ class Run:
             metrics["dynamic_sampling/refills"] = step.refills
             metrics["dynamic_sampling/kept"] = sum(step.keep) / len(step.keep)
         self._check_finite(metrics)
-        parts = ("old_log_prob", "update_actor")
-        self.phases.add_ended({part: metrics.pop(f"timing_s/{part}") for part in parts})
         return metrics
 
     def _check_finite(self, metrics: dict[str, float]) -> None:

@@ -187,7 +187,7 @@ class _Start:
         blank.generation_config = policy.generation_config
         reference = functools.partial(self.reference, policy, tokenizer)
         device = torch.device(config.run.device)
-        trainer = PolicyTrainer(policy, config.grpo, reference, world, device)
+        trainer = PolicyTrainer(policy, config.grpo, reference, world, device, self.phases)
         coordinator = None
         if rollout.spot is not None and config.spot.mode == "coordinated":
             coordinator = Coordinator(world, rollout.spot)
