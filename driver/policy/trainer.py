@@ -214,19 +214,11 @@ class PolicyTrainer:
         return seen, shares
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters that a resumed run needs besides `tensors`."""
+        """Counters that a resumed run needs besides the tensors of `PolicyWeights.tensors`."""
         return {"step": self.step, "updates": self._updates()}
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What this rank holds of parameters and Adam's moments; see `PolicyWeights.tensors`."""
-        return self.weights.tensors(self.optimizer)
-
-    def written(self) -> dict[str, dict[str, Tensor]]:
-        """Those of `tensors` that this rank writes to a checkpoint."""
-        return self.weights.written(self.optimizer)
-
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from `state_dict`; the caller then copies the saved values into `tensors`."""
+        """Continue from `state_dict`; the caller then copies the saved values into the tensors."""
         self.step = state["step"]
         self.weights.start_moments(self.optimizer, state["updates"])
 

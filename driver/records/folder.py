@@ -18,7 +18,6 @@ from ..config.load import Config, load_config, preset_title, to_yaml
 from ..config.sections import RunConfig
 from ..model.spec import read_json
 from . import checkpoint as run_checkpoint
-from .checkpoint import Checkpoint
 
 # Sections and settings that a resumed run may change. They affect speed, memory and the handling of
 # failures. Micro-batches, shards, ranks, threads and the device also change an update's last bits.
@@ -66,7 +65,6 @@ class RunFolder:
     def __init__(self, config: Config) -> None:
         self.path = _choose(config.run, config.preset)
         self.checkpoints = self.path / "checkpoints"
-        self._keep = config.run.keep_checkpoints
         if config.run.resume:
             _check_same(config, self.path / "config.yaml")
         try:
@@ -138,14 +136,6 @@ class RunFolder:
                 del record["parts"]
         _append(self.path / "samples.jsonl", *map(_line, records))
         _append(self.path / "samples.txt", *map(_sample_text, records))
-
-    def save_checkpoint(
-        self, step: int, write_policy: Callable[[Path], None], states: Mapping[str, Any]
-    ) -> Checkpoint:
-        """`save_checkpoint` after a step that is logged; keeps the last `run.keep_checkpoints`."""
-        return run_checkpoint.save_checkpoint(
-            self.checkpoints, step, write_policy, states, self._keep
-        )
 
     def save_reference(self, write_policy: Callable[[Path], None]) -> None:
         """Saves the reference policy of the KL term, replacing an earlier one."""

@@ -22,7 +22,7 @@ from ..common.world import World
 from ..config.load import Config
 from ..config.strategy import OFF
 from ..policy.trainer import PolicyTrainer
-from ..records.checkpoint import PARTS, Checkpoint, scratch_folder
+from ..records.checkpoint import PARTS, Checkpoint, save_checkpoint, scratch_folder
 from ..records.checkpoint_writer import CheckpointWriter
 from ..records.folder import RunFolder, Sample
 from ..records.parts import Parts, save_parts
@@ -274,7 +274,7 @@ class Run:
         offloaded = self.config.grpo.offload != "none"
         return {
             kind: named
-            for kind, named in self.trainer.written().items()
+            for kind, named in self.trainer.weights.written(self.trainer.optimizer).items()
             if (offloaded and all(not part.is_cuda for part in named.values())) == live
         }
 
@@ -289,7 +289,8 @@ class Run:
             scratch = scratch_folder(self.checkpoints, step)
             save_parts(scratch / PARTS, parts, self.world.background)
         else:
-            self.folder.save_checkpoint(step, write_model, saved["states"])
+            keep = self.config.run.keep_checkpoints
+            save_checkpoint(self.checkpoints, step, write_model, saved["states"], keep)
 
     @functools.cached_property
     def _kept_tokenizer(self) -> Tokenizer:
@@ -304,7 +305,8 @@ class Run:
     def restore(self, saved: Checkpoint) -> None:
         self.step = self.saved_step = saved.step
         saved.restore("trainer", self.trainer.load_state_dict)
-        parts = self.trainer.weights.placed(self.trainer.tensors())
+        weights = self.trainer.weights
+        parts = weights.placed(weights.tensors(self.trainer.optimizer))
         saved.restore_parts(parts, self.world.background)
         saved.restore("bandit", self.rollout.bandit.load_state_dict)
         saved.restore("counters", self._restore_counters)

@@ -780,11 +780,13 @@ def test_resume_continues_bit_for_bit(dtype, tmp_path):
         warnings.filterwarnings("ignore", "sampling_logp_difference")
         for trainer, step in itertools.product((unbroken, broken), steps):
             trainer.update(step, REWARDS)
-        torch.save((broken.state_dict(), broken.tensors()), tmp_path / "trainer.pt")
+        torch.save(
+            (broken.state_dict(), broken.weights.tensors(broken.optimizer)), tmp_path / "trainer.pt"
+        )
         resumed = PolicyTrainer(copy.deepcopy(model), cfg)
         state, saved = torch.load(tmp_path / "trainer.pt")
         resumed.load_state_dict(state)
-        own = resumed.tensors()
+        own = resumed.weights.tensors(resumed.optimizer)
         for kind, parts in saved.items():
             for name, part in parts.items():
                 own[kind][name].copy_(part)

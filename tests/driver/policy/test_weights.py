@@ -31,7 +31,7 @@ model, responses, options = torch.load(folder / "inputs.pt", weights_only=False)
 trainer = PolicyTrainer(model, Cfg(**options, shard=shard), world=world)
 if kept:
     trainer.load_state_dict(torch.load(folder / kept / "counters.pt"))
-    parts = trainer.weights.placed(trainer.tensors())
+    parts = trainer.weights.placed(trainer.weights.tensors(trainer.optimizer))
     load_parts(folder / kept / "parts", parts, world.background)
     weights = dict(trainer.weights.stream()) | moments(trainer)
     if world.rank == 0:
@@ -40,7 +40,7 @@ else:
     logprobs, gradients = caught(trainer, responses)
     weights = trained(trainer, responses) | moments(trainer)
     (folder / "saved").mkdir(exist_ok=True)
-    parts = trainer.weights.placed(trainer.written())
+    parts = trainer.weights.placed(trainer.weights.written(trainer.optimizer))
     save_parts(folder / "saved" / "parts", parts, world.background)
     torch.save(trainer.state_dict(), folder / "saved" / "counters.pt")
     torch.save((logprobs, gradients, weights), folder / f"rank-{world.rank}.pt")
@@ -158,7 +158,7 @@ def failed(trainer, responses):
 
 def moments(trainer):
     """Adam's moments, whole."""
-    parts = trainer.weights.placed(trainer.tensors())
+    parts = trainer.weights.placed(trainer.weights.tensors(trainer.optimizer))
     return {
         f"{name} {key}": whole(part).clone() for key in MOMENTS for name, part in parts[key].items()
     }

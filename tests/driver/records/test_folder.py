@@ -225,7 +225,7 @@ def test_resume_cuts_the_logs_back_to_the_checkpoint(tmp_path):
         folder.log_step(step, {"x": float(step)})
         folder.log_samples(step, [SAMPLE])
         if step == 2:
-            folder.save_checkpoint(step, write_policy, states(step))
+            save_checkpoint(folder.checkpoints, step, write_policy, states(step), 2)
     with (folder.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "x"')  # killed while it wrote
     folder.close()

@@ -20,7 +20,7 @@ from driver.common.storage import storage_errors
 from driver.config.load import load_config
 from driver.drafter import checkpoint as draft_checkpoint
 from driver.drafter.trainer import SpotTrainer
-from driver.records.folder import RunFolder, read_jsonl
+from driver.records.folder import read_jsonl
 from driver.records.phases import PHASES, StepTimes
 from driver.records.progress import Progress
 from driver.rollout.draft_runner import DraftRunner
@@ -340,11 +340,11 @@ def test_offloaded_parts_are_written_from_where_they_are(unbroken, offload, tmp_
 def test_a_disk_that_is_full_ends_a_run_that_does_not_wait_for_it(
     written_beside, tmp_path, monkeypatch
 ):
-    def full(self, step, *args):
-        with storage_errors(self.path / f"step-{step}"):
+    def full(folder, step, *args):
+        with storage_errors(folder / f"step-{step}"):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(RunFolder, "save_checkpoint", full)
+    monkeypatch.setattr(run_module, "save_checkpoint", full)
     with pytest.raises(UserError, match="step-2: cannot be written .No space left on device"):
         run(tmp_path, "full", "run.steps=5", "warmup.steps=0")
 

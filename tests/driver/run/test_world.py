@@ -172,7 +172,8 @@ from driver.policy.trainer import PolicyTrainer
 update = PolicyTrainer.update
 def checked_update(self, *args):
     out = update(self, *args)
-    held = sum(len(x.reshape(-1)) for parts in self.tensors().values() for x in parts.values())
+    tensors = self.weights.tensors(self.optimizer)
+    held = sum(len(x.reshape(-1)) for parts in tensors.values() for x in parts.values())
     every = 3 * sum(p.numel() for p in self.params)
     assert 0.3 < held / every < 0.37, (held, every)
     return out
