@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..rollout.scheduler import Scheduler
 from ..rollout.source import RequestSource
 
 OnEnd = Callable[[RunningRequest], Sequence[int] | None]
+Change = Callable[[Scheduler], list[RunningRequest]]  # returns the interrupted requests
 
 
 class SessionClosed(RuntimeError):
@@ -70,8 +72,7 @@ class Inbox(RequestSource):
         self.kv_lost = self.asleep = self.mixed = self.closed = False
         self.tickets: dict[RunningRequest, Ticket] = {}  # of the rollout
         self._arrivals: deque[Ticket] = deque()
-        self._cancelled: set[Ticket] = set()
-        self._answers: deque[tuple[RunningRequest, Future[Sequence[int] | None]]] = deque()
+        self._changes: deque[Change] = deque()  # by cancelled tickets and answers of tools
         self._wanted = 0  # threads that wait for the engine
         self._changed = threading.Condition()
 
@@ -86,9 +87,7 @@ class Inbox(RequestSource):
             self._changed.notify_all()
 
     def cancel(self, ticket: Ticket) -> None:
-        with self._changed:
-            self._cancelled.add(ticket)
-            self._changed.notify_all()
+        self._post(partial(self._drop, ticket))
 
     @property
     def held(self) -> bool:
@@ -156,8 +155,7 @@ class Inbox(RequestSource):
     # ---- called by the rollout ------------------------------------------------------------------
 
     def due(self, scheduler: Scheduler) -> bool:
-        waiting = self._arrivals or self._answers or self._cancelled or self._wanted
-        return bool(waiting) or self.closed
+        return bool(self._arrivals or self._changes or self._wanted or self.closed)
 
     def exchange(self, scheduler: Scheduler) -> list[RunningRequest]:
         interrupted: list[RunningRequest] = []
@@ -168,10 +166,8 @@ class Inbox(RequestSource):
                 raise SessionClosed("the session was closed while requests ran")
             while self._arrivals:
                 self._admit(scheduler, self._arrivals.popleft())
-            while self._cancelled:
-                interrupted += self._drop(scheduler, self._cancelled.pop())
-            while self._answers:
-                interrupted += self._continue(scheduler, *self._answers.popleft())
+            while self._changes:
+                interrupted += self._changes.popleft()(scheduler)
             if not (scheduler.idle and scheduler.paused):
                 return interrupted
             scheduler.release()  # finished requests need not wait for the tools
@@ -197,8 +193,11 @@ class Inbox(RequestSource):
             answer.set_result(on_end(state))
         except BaseException as error:  # a tool may raise SystemExit
             answer.set_exception(error)
+        self._post(partial(self._continue, state, answer))
+
+    def _post(self, change: Change) -> None:
         with self._changed:
-            self._answers.append((state, answer))
+            self._changes.append(change)
             self._changed.notify_all()
 
     def _give_way(self, scheduler: Scheduler) -> list[RunningRequest]:
@@ -212,7 +211,7 @@ class Inbox(RequestSource):
         lost, self.kv_lost = self.kv_lost, False
         return scheduler.drop_kv() if lost else []
 
-    def _drop(self, scheduler: Scheduler, ticket: Ticket) -> list[RunningRequest]:
+    def _drop(self, ticket: Ticket, scheduler: Scheduler) -> list[RunningRequest]:
         dropped = [state for state, other in self.tickets.items() if other is ticket]
         for _, response in self.abort(lambda other: other is ticket, scheduler.remove):
             ticket.set_result(response)
@@ -235,7 +234,7 @@ class Inbox(RequestSource):
             scheduler.paused.append(state)
 
     def _continue(
-        self, scheduler: Scheduler, state: RunningRequest, answer: Future[Sequence[int] | None]
+        self, state: RunningRequest, answer: Future[Sequence[int] | None], scheduler: Scheduler
     ) -> list[RunningRequest]:
         if state not in scheduler.paused:  # aborted, or of a rollout that an error ended
             return []

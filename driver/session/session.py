@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from itertools import count
 from numbers import Integral
 from operator import index
 from typing import Any
@@ -52,8 +52,7 @@ class Session(SharedEngine):
         super().__init__(rollout)
         self.encode, self.model = encode, model
         self.params = params or SamplingParams(stop_ids=rollout.target.spec.eos_ids)
-        self._counting = threading.Lock()
-        self._count = 0  # of the prompts so far, whose request ids follow from it
+        self._numbers = count()  # of prompts without an id, whose request ids follow from it
 
     @classmethod
     def from_pretrained(
@@ -237,9 +236,7 @@ class Session(SharedEngine):
             if isinstance(prompt, Request):
                 made = [prompt]
             else:
-                ids = self._ids(prompt)
-                with self._counting:
-                    number, self._count = self._count, self._count + 1
+                ids, number = self._ids(prompt), next(self._numbers)
                 keys = [request_id("session", 0, str(number), i) for i in range(samples)]
                 made = [Request(key, number, ids, params) for key in keys]
             self._check(made[:1])
