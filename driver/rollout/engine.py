@@ -88,8 +88,8 @@ class RolloutEngine:
             config.verify,
         )
         rows, buckets = self.spec_max_rows, self.bandit.config.buckets
-        graphs = build_graphs(config, buckets, rows, self.program, self.state, self.ring)
-        self.runner = PassRunner(self.program, self.state, self.ring, graphs)
+        graphs = build_graphs(config, buckets, rows, self.program)
+        self.runner = PassRunner(self.program, graphs)
 
     def generate(
         self,

@@ -13,11 +13,9 @@ import torch
 import tlt_ext
 
 from ..common.errors import UserError
-from ..common.tensor_parallel import TensorParallel
 from ..config.strategy import OFF, Strategy
 from .passes import PassProgram
 from .plan import BucketPlan, Cell, listed
-from .state import BatchState
 
 if TYPE_CHECKING:
     from ..config.sections import EngineConfig
@@ -31,40 +29,33 @@ def nothing() -> bool:
     return False
 
 
-def wait_for(
-    ring: tlt_ext.PassRing, device: torch.device, parallel: TensorParallel
-) -> tlt_ext.StopReason:
+def wait_for(program: PassProgram) -> tlt_ext.StopReason:
     """Waits until the armed passes stop; UserError if one waits too long for another rank."""
-    begun = time.monotonic()
-    while not (reason := ring.wait(POLL_S)):
+    begun, device = time.monotonic(), program.state.device
+    while not (reason := program.ring.wait(POLL_S)):
         if device.type == "cuda":
             torch.cuda.current_stream(device).query()  # raises what the device reported
-        parallel.check(begun)
+        program.model.parallel.check(begun)
     return reason
 
 
-def wait_until_idle(device: torch.device, parallel: TensorParallel) -> None:
+def wait_until_idle(program: PassProgram) -> None:
     """Waits for the work that a GPU has enqueued; UserError as in `wait_for`."""
-    begun = time.monotonic()
+    begun, device = time.monotonic(), program.state.device
     while device.type == "cuda" and not torch.cuda.current_stream(device).query():
-        parallel.check(begun)
+        program.model.parallel.check(begun)
         time.sleep(1e-4)
 
 
 def build_graphs(
-    config: EngineConfig,
-    buckets: Sequence[int],
-    max_rows: int,
-    program: PassProgram,
-    state: BatchState,
-    ring: tlt_ext.PassRing,
+    config: EngineConfig, buckets: Sequence[int], max_rows: int, program: PassProgram
 ) -> PassGraphs | None:
     """The graphs of a configuration; None: passes are launched op by op.
 
     `buckets` are batch sizes of speculation, `max_rows` the rows of the largest speculative pass.
     Raises UserError if graphs, or loops in them, are required and not supported.
     """
-    device = state.device
+    device = program.state.device
     if config.graphs == "off" or device.type == "cpu":
         if config.graphs in ("pass", "loop"):
             raise UserError(f"engine.graphs={config.graphs}: CUDA graphs need run.device=cuda")
@@ -79,7 +70,7 @@ def build_graphs(
     loop = loop and tlt_ext.GraphPool.supports_loop(device.index or 0)
     if config.graphs == "loop" and not loop:
         raise UserError("engine.graphs=loop: this driver cannot loop in a CUDA graph; use auto")
-    return PassGraphs(BucketPlan.of(config, buckets, max_rows), program, state, ring, loop)
+    return PassGraphs(BucketPlan.of(config, buckets, max_rows), program, loop)
 
 
 @dataclass(eq=False)
@@ -92,11 +83,10 @@ class PassGraphs:
 
     plan: BucketPlan
     program: PassProgram
-    state: BatchState
-    ring: tlt_ext.PassRing
     loop: bool  # a burst is one launch of a repeated pass; otherwise the host launches each
 
     def __post_init__(self) -> None:
+        self.state, self.ring = self.program.state, self.program.ring
         self.failed = ""  # why nothing more is captured; empty: nothing failed
         self.capture_s = 0.0
         self._tried: set[Cell] = set()
@@ -137,7 +127,7 @@ class PassGraphs:
             finally:  # after an error nothing is left in flight
                 if stop and parallel.size == 1:  # ranks would stop after different passes
                     self.ring.request_stop()
-                reason = wait_for(self.ring, self.state.device, parallel)
+                reason = wait_for(self.program)
             meanwhile = nothing
             begun_ns = begun_ns or int(self.ring.begin_ns[0])
             limit = 0 if stop else limit - arm

@@ -13,7 +13,6 @@ from ..config.strategy import OFF, Strategy
 from .graphs import PassGraphs, nothing, wait_for, wait_until_idle
 from .passes import PassProgram
 from .plan import Cell
-from .state import BatchState
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,12 @@ class PassRunner:
     """Launches passes, as graphs if there are any, else op by op."""
 
     program: PassProgram
-    state: BatchState
-    ring: tlt_ext.PassRing
     graphs: PassGraphs | None = None
 
     @property
     def longest(self) -> int:
         """Passes of the longest burst; the other half of the ring is read during the next one."""
-        return self.ring.passes // 2
+        return self.program.ring.passes // 2
 
     def prepare(self) -> None:
         """Captures the graphs that can be captured; no request may run."""
@@ -117,7 +114,7 @@ class PassRunner:
         cell = self._cell(1, OFF)
         if self.graphs is None or cell is None:
             return None
-        self.state.fill([])
+        self.program.state.fill([])
         return self.graphs.burst(cell, self.longest) / self.longest
 
     def covers(self, count: int, strategy: Strategy) -> bool:
@@ -142,27 +139,24 @@ class PassRunner:
             meanwhile: called after the launch, or before a pass launched op by op; returns whether
                 the passes are to stop.
         """
-        begin = self.ring.sequence
-        cell = self._cell(count, strategy)
-        version, rows = self.program.version(strategy), None
+        program, ring, state = self.program, self.program.ring, self.program.state
+        begin, cell = ring.sequence, self._cell(count, strategy)
+        version, rows = program.version(strategy), None
         if self.graphs is None or cell is None:
             meanwhile()
             # The pass is timed without a prefill before it.
-            wait_until_idle(self.state.device, self.program.model.parallel)
+            wait_until_idle(program)
             begun = time.perf_counter()
-            tlt_ext.arm_passes(self.state.control, self.ring, limit=1)
-            rows = self.program.run(self.state.rows(count), strategy)
-            wait_for(self.ring, self.state.device, self.program.model.parallel)
+            tlt_ext.arm_passes(state.control, ring, limit=1)
+            rows = program.run(state.rows(count), strategy)
+            wait_for(program)
             elapsed = time.perf_counter() - begun
         else:
-            with self.program.spans("passes", active=count, strategy=str(strategy)):
+            with program.spans("passes", active=count, strategy=str(strategy)):
                 elapsed = self.graphs.burst(cell, limit, ends, meanwhile)
             begun = time.perf_counter() - elapsed  # the device may first have finished a prefill
-        end = self.ring.sequence
-        unbroken = self.ring.reason == tlt_ext.StopReason.LIMIT
-        return Burst(
-            strategy, version, self.ring, begin, end, count, unbroken, begun, elapsed, rows
-        )
+        end, unbroken = ring.sequence, ring.reason == tlt_ext.StopReason.LIMIT
+        return Burst(strategy, version, ring, begin, end, count, unbroken, begun, elapsed, rows)
 
     def _cell(self, count: int, strategy: Strategy) -> Cell | None:
         """The graph of the passes; None: they are launched op by op."""

@@ -222,9 +222,9 @@ def test_a_pass_launched_op_by_op_is_timed_without_the_prefill_before_it(monkeyp
     monkeypatch.setattr(runner, "time", mock.Mock(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(runner, "wait_for", lambda *args: work("prefill", "pass"))
     monkeypatch.setattr(tlt_ext, "arm_passes", mock.Mock())
-    program, state = mock.Mock(), mock.Mock(device=torch.device("cuda"))
+    program = mock.Mock(state=mock.Mock(device=torch.device("cuda")), ring=mock.Mock(sequence=0))
     program.model.parallel.check = lambda begun: work("prefill")
-    burst = runner.PassRunner(program, state, mock.Mock(sequence=0)).run(1, OFF, limit=1)
+    burst = runner.PassRunner(program).run(1, OFF, limit=1)
     assert (burst.begun_s, burst.elapsed_s) == (5.0, 2.0)
 
 
