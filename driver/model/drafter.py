@@ -46,11 +46,8 @@ class DraftSpec:
         )
 
 
-class RmsNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+class RmsNorm(nn.RMSNorm):
+    """A norm whose weight may have another dtype than its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
