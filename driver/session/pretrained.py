@@ -86,10 +86,16 @@ def build(
             f"engine.tensor_parallel={config.engine.tensor_parallel}: a session of one process has"
             " the whole model; set it to 1, or use tlt train"
         )
-    if (train_drafter or state is not None) and not config.engine.needs_drafter:
+    needs_drafter, arms = config.engine.needs_drafter, " ".join(config.engine.strategies)
+    if (train_drafter or state is not None) and not needs_drafter:
         raise UserError(
-            f"engine.strategies={' '.join(config.engine.strategies)}: none uses the drafter; add a"
-            " learned or hybrid one, or leave out drafter and train_drafter"
+            f"engine.strategies={arms}: none uses the drafter; add a learned or hybrid one, or"
+            " leave out drafter and train_drafter"
+        )
+    if needs_drafter and state is None and config.spot.mode == "off":
+        raise UserError(
+            f"engine.strategies={arms}: a learned or hybrid one needs a drafter; give drafter or"
+            " train_drafter=True"
         )
     policy, encoder = _load(model, tokenizer, config)
     spec = spec_of(policy)

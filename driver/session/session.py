@@ -85,7 +85,8 @@ class Session(SharedEngine):
             max_batch: most requests that run at once; None: 256 on a GPU, 16 on a CPU.
             max_len: most tokens of a request, prompt included; None: the context of the model.
             settings: `key=value` words as on the command line, such as `engine.page_size=32`; they
-                replace those of `preset=h100`, on a CPU of `preset=tiny`.
+                replace those of `preset=h100`, on a CPU of `preset=tiny`. For a large model begin
+                with `preset=1.5b` or `preset=7b`.
 
         `params` of the session are `sampling.temperature` and the end tokens of the model, with
         `sampling.max_new_tokens`, at most half of `max_len`, as the limit.

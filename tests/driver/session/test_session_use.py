@@ -492,6 +492,8 @@ def test_a_session_trains_its_drafter(policy, tmp_path):
     for given in ({"drafter": str(tmp_path)}, {"train_drafter": True}):
         with pytest.raises(UserError, match="strategies=off ngram:4,1,5: none uses the drafter"):
             Session.from_pretrained(policy, device="cpu", settings=unused, **given)
+    with pytest.raises(UserError, match="learned:3,1,4: a learned or hybrid one needs a drafter"):
+        Session.from_pretrained(policy, device="cpu", settings=words)
     words = [*words, "drafter.draft_vocab=50"]
     with pytest.raises(UserError, match="drafter: its shape is not that of the model"):
         Session.from_pretrained(policy, drafter=str(tmp_path), device="cpu", settings=words)
