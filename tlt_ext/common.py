@@ -31,12 +31,12 @@ class Status(enum.IntFlag):
     """Bits of a per-request status word; an op ORs them in, 0 = no error."""
 
     OK = 0
-    NAN_LOGITS = 1
-    BAD_TREE = 2
-    BAD_TOKEN = 4
-    BAD_PAGE = 8
-    BAD_LENGTH = 16
-    NAN_DRAFT = 32
+    NAN_LOGITS = 1  # a NaN or +inf logit, no finite logit, or a NaN temperature
+    BAD_TREE = 2  # a parent or ancestor that is no earlier row or node
+    BAD_TOKEN = 4  # a drafted token or d2t entry outside the vocabulary
+    BAD_PAGE = 8  # a page id outside the cache
+    BAD_LENGTH = 16  # a length or position outside its table
+    NAN_DRAFT = 32  # a NaN or +inf draft logit, or an invalid draft probability
 
 
 def current_stream(array: Any, stream: int | None) -> int:
@@ -77,6 +77,9 @@ def num_threads() -> int:
 
 def set_num_threads(count: int) -> None:
     """Sets how many threads the CPU kernels use; 0 means every core this process may run on.
+
+    Raises:
+        ValueError: count is not 0 to 1024.
 
     Example:
         >>> set_num_threads(2)

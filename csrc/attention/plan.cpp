@@ -7,6 +7,7 @@
 namespace tlt {
 namespace {
 
+// Of an H100 or H200. Not that of the device: a workspace is sized by shapes alone.
 constexpr int64_t kMultiprocessors = 132;
 constexpr int64_t kMmaRows = 16;
 
