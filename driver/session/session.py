@@ -81,7 +81,8 @@ class Session(SharedEngine):
                 of rollouts.
             device: `cpu`, `cuda` or `cuda:N`; None: that of a live model, else a GPU if there is
                 one.
-            seed: of the noise, and of a new drafter.
+            seed: of the noise, and of a new drafter. Sessions of one seed give equal responses to
+                equal calls, so give each process its own.
             max_batch: most requests that run at once; None: 256 on a GPU, 16 on a CPU.
             max_len: most tokens of a request, prompt included; None: the context of the model.
             settings: `key=value` words as on the command line, such as `engine.page_size=32`; they
