@@ -206,6 +206,8 @@ def check_trainer(trainer: Trainer) -> None:
                 f"TltRollout: the trainer uses {name}, which the engine does not have;"
                 " leave it out or train without rollout_func"
             )
+    if None in trainer.eos_token_ids:
+        raise UserError("TltRollout: the tokenizer has no end token; set its eos_token")
 
 
 def _phase(trainer: Trainer) -> Literal["train", "eval"]:

@@ -364,6 +364,14 @@ def test_settings_that_the_engine_lacks_are_refused(tmp_path, rollout, changes):
         TltRollout(settings="run.seed=1")
 
 
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path, rollout, monkeypatch):
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.eos_token = None
+    monkeypatch.setattr(tiny, "build_tokenizer", lambda: tokenizer)
+    with pytest.raises(UserError, match="the tokenizer has no end token; set its eos_token"):
+        train(tmp_path, rollout)
+
+
 def test_a_completion_without_room_is_refused(tmp_path, rollout):
     rollout.max_len = 16
     train(tmp_path, rollout, max_steps=1, max_completion_length=11)
