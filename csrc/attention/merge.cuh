@@ -52,7 +52,8 @@ __device__ __forceinline__ void prepare_row(const Launch& l, const Request& r, i
                                             TailScratch<kDim>* scratch, MergeRow<kDim>* to) {
   const int lane = threadIdx.x % kWarpSize, head = lane / 4;
   Tail<kDim> tail;
-  attend_tail<T, kDim>(l.p, r, row, kv_head, l.group, l.page_shift, scratch, &tail);
+  const auto find = [&] { return find_tail_key(l.p, r, row, l.page_shift); };
+  attend_tail<T, kDim>(l.p, r, row, kv_head, l.group, find, scratch, &tail);
   if (lane % 4 == 0) to->softmax[head] = tail.softmax;
 #pragma unroll
   for (int n = 0; n < kDim / 8; ++n) to->acc[head][n * 4 + lane % 4] = tail.acc[n];

@@ -244,6 +244,18 @@ def test_rows_of_few_pairs_of_128_dimensions_are_their_own(name, tree):
         assert_rows_are_their_own(case | {"block_table": table}, draw)
 
 
+@pytest.mark.parametrize("batch", [89, 132, 190])
+@pytest.mark.parametrize("tree", [True, False])
+def test_rows_of_many_requests_are_their_own(tree, batch):
+    """Blocks of 64 dimensions, three a multiprocessor, where two would take a round more."""
+    draw = kit.generator(batch)
+    few = batch != 132  # or up to three row blocks of a request
+    counts = torch.tensor([1, 2, 5, 0, 8, 13] if few else [1, 21, 22, 43, 2, 5])
+    rows = counts[torch.randint(len(counts), (batch,), generator=draw)].tolist()
+    roots = torch.tensor(ROOTS)[torch.randint(len(ROOTS), (batch,), generator=draw)].tolist()
+    assert_rows_are_their_own(make_case(roots, rows, SHAPES["9/3x64"], tree=tree), draw)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tree", [True, False])
 def test_equals_reference(shape, tree):
@@ -264,8 +276,8 @@ def test_equals_reference(shape, tree):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("contexts", "rows"),
-    [([700, 20], [16, 5]), ([40] * 8, [2] * 8), ([100], [17])],
-    ids=["one launch", "four warps and a merge", "eight warps and a merge"],
+    [([700, 20], [16, 5]), ([40] * 8, [2] * 8), ([100], [17]), ([70, 20] * 70, [5, 1] * 70)],
+    ids=["one launch", "four warps and a merge", "eight warps and a merge", "three blocks"],
 )
 def test_equals_the_cpu_op(contexts, rows, head_dim, dtype):
     """Each kernel of 16-bit attention, sharing keys and not."""
@@ -366,6 +378,22 @@ def test_a_bad_page_hurts_one_of_many_requests_that_are_merged(length):
     assert kit.same_bits(lse[~hurt], expected_lse[~hurt])
 
 
+@pytest.mark.parametrize("rows", [2, 5])
+def test_a_bad_page_hurts_one_of_many_requests(rows):
+    """Six pairs, whose tiles four warps share, and fifteen; the second page and the last."""
+    case = make_case([100] * 100, [rows] * 100, SHAPES["9/3x64"])
+    expected, expected_lse, _ = attend(case)
+    for page in (1, 3):
+        broken = case["block_table"].clone()
+        broken[97, page] = -1
+        out, lse, status = attend(case, block_table=broken)
+        assert status.tolist() == [Status.BAD_PAGE if i == 97 else Status.OK for i in range(100)]
+        hurt = torch.arange(len(out)).cuda() // rows == 97
+        assert (out[hurt] == 0).all() and (lse[hurt] == -torch.inf).all()
+        assert kit.same_bits(out[~hurt], expected[~hurt])
+        assert kit.same_bits(lse[~hurt], expected_lse[~hurt])
+
+
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize(
     ("name", "batch", "longest", "rows"),
@@ -377,6 +405,7 @@ def test_a_bad_page_hurts_one_of_many_requests_that_are_merged(length):
         ("9/3x64", 12, 5000, 1),
         ("32/8x128", 1, 9000, 2),
         ("32/8x128", 8, 3000, 1),
+        ("9/3x64", 96, 900, 5),
     ],
     ids=[
         "two launches",
@@ -386,6 +415,7 @@ def test_a_bad_page_hurts_one_of_many_requests_that_are_merged(length):
         "two launches, few pairs",
         "few pairs of 128 dimensions",
         "few pairs of 128 dimensions, eight requests",
+        "many requests",
     ],
 )
 @pytest.mark.parametrize("tree", [True, False])
