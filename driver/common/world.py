@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -221,13 +221,6 @@ class World:
     def add_up(self, values: Tensor) -> Tensor:
         """The sum of every rank's values (float64 on the CPU), in the order of the ranks."""
         return torch.stack(self.gather(values)).sum(0)
-
-    def copy_(self, tensors: Iterable[Tensor]) -> None:
-        """Gives every rank the values of rank 0, in place."""
-        if self.size > 1:
-            with self.together():
-                for tensor in tensors:
-                    dist.broadcast(tensor, 0)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

@@ -24,7 +24,6 @@ from .parts import WRITERS, Parts, load_parts
 PARTS = "state/parts"  # subfolder that `save_parts` writes
 _FOLDER = re.compile(r"step-(\d+)")
 _MARK = "checkpoint.json"  # written last
-REFERENCE = "reference"  # subfolder of a run folder
 
 
 @dataclass(frozen=True)
@@ -154,17 +153,6 @@ def _checksum(path: Path) -> int | None:
         while block := file.read(1 << 24):
             checksum = zlib.crc32(block, checksum)
     return checksum
-
-
-def saved_reference(checkpoint: Checkpoint) -> Checkpoint:
-    """The reference policy of the run that a checkpoint belongs to; UserError if there is none."""
-    place = checkpoint.path.parents[1] / REFERENCE
-    found = latest_checkpoint(place)
-    if found is None:
-        raise UserError(
-            f"run.resume: {place} contains no reference policy for grpo.kl_coef; start a new run"
-        )
-    return found
 
 
 def whole_checkpoints(folder: Path) -> list[Checkpoint]:

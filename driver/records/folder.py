@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ _FREE = {
     "model.cache",
 }
 _FIXED = {"engine.verify", "run.seed"}  # of sections in `_FREE`
-WARM_STARTS = "warm"  # subfolder of `run.root`, which is no run
+WARM_STARTS = "warm"  # subfolder of `run.root`, which is no run, or of a run
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl")  # set back by a resumed run
 
 
@@ -56,8 +56,8 @@ class RunFolder:
 
     The folder contains `metrics.jsonl` (one object for each step), the same values under
     `tensorboard/`, `rollouts.jsonl`, `samples.jsonl` and `samples.txt`, `config.yaml`,
-    `summary.json`, `trace.json`, `checkpoints/step-NNNNNN/` and `report.html`. A run with a KL term
-    and a warm-up also has `reference/`, a resumed one `trace-<step>.json` of the process before.
+    `summary.json`, `trace.json`, `checkpoints/step-NNNNNN/` and `report.html`. A run with a warm-up
+    of its own also has `warm/`, a resumed one `trace-<step>.json` of the process before.
     Methods that write raise a UserError if the disk is full or unwritable, the constructor also if
     the folder exists, is in use, or has no run to resume.
     """
@@ -136,12 +136,6 @@ class RunFolder:
                 del record["parts"]
         _append(self.path / "samples.jsonl", *map(_line, records))
         _append(self.path / "samples.txt", *map(_sample_text, records))
-
-    def save_reference(self, write_policy: Callable[[Path], None]) -> None:
-        """Saves the reference policy of the KL term, replacing an earlier one."""
-        place = self.path / run_checkpoint.REFERENCE
-        shutil.rmtree(place, ignore_errors=True)
-        run_checkpoint.save_checkpoint(place, 0, write_policy, {}, keep=1)
 
     def check_inputs(self, fingerprints: Mapping[str, str]) -> None:
         """Rejects a resume with data or a model whose hash in `inputs.json` is another one."""

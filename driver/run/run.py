@@ -333,7 +333,7 @@ class Run:
 
 
 def write_folder(
-    policy: PreTrainedModel, tokenizer: Tokenizer, state: dict[str, Any] | None, path: Path
+    policy: PreTrainedModel, tokenizer: Tokenizer, state: dict[str, Any], path: Path
 ) -> None:
     """Writes a Hugging Face folder; `state` replaces the policy's own tensors."""
     policy.save_pretrained(path, state_dict=state)

@@ -1,7 +1,5 @@
-"""Starts a run: checks its settings, loads or warms up the policy, builds the other parts."""
+"""Starts a run: checks its settings, loads the policy, builds the other parts."""
 
-import copy
-import functools
 import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -23,11 +21,10 @@ from ..drafter.coordinator import Coordinator
 from ..model.checkpoint import folder_fingerprint
 from ..model.prompts import PromptEncoder
 from ..policy.trainer import PolicyTrainer
-from ..policy.warmup import warm_up
 from ..policy.weights import is_sharded
-from ..records.checkpoint import Checkpoint, saved_reference
+from ..records.checkpoint import Checkpoint
 from ..records.checkpoint_writer import CheckpointWriter
-from ..records.folder import RunFolder
+from ..records.folder import WARM_STARTS, RunFolder
 from ..records.phases import Phases
 from ..session.load import find_model, load_policy, spec_of, use_device
 from ..session.parts import adopt_drafter, build_rollout, drafter_state
@@ -38,14 +35,14 @@ from .assemble import check_ranks, longest_request, prompt_encoder, warn_of_deep
 from .collector import Collector
 from .dry_run import check_run
 from .fit import changed
-from .run import Run, write_folder
+from .run import Run
 from .tail_update import TailUpdate
 from .tools import Tools
-from .warm_start import check_dtype, sampling_params, warm_start, warm_up_progress
+from .warm_start import check_dtype, sampling_params, warm_start
 
 
 def start_run(config: Config, note: Callable[[str], None], stop: StopRequest | None = None) -> Run:
-    """Opens the run folder, creates or loads the policy, warms it up, builds the other parts.
+    """Opens the run folder, finds or makes the warm start, loads the policy, builds the rest.
 
     A start that fails removes the new folder, so that the next try can use its name. `stop` ends
     rollouts after a signal.
@@ -108,9 +105,6 @@ class _Start:
                     f"evaluation: the task has {held_out} held-out prompts, fewer than"
                     f" run.eval_prompts={wanted}"
                 )
-        if self.warms_up:
-            self.warm_up(policy, encode)
-        with self.phases("load"):
             run = self.build(policy, tokenizer, encode)
             spot = run.rollout.spot
             if self.saved is not None:
@@ -130,15 +124,18 @@ class _Start:
             model = "" if self.source is None else folder_fingerprint(self.source)
             inputs = {"task.path": self.task.fingerprint(), "model.path": model}
             self.folder.check_inputs(inputs)
-        if self.config.warmup.keep and (self.saved is None or self.config.grpo.kl_coef):
+        if self.config.warmup.steps and (self.saved is None or self.config.grpo.kl_coef):
             self.world.enter("warmup")
             with self.phases("warmup"):  # one rank creates it, all ranks use it
-                made = warm_start(self.config, self.note).path if self.folder else None
+                made = None
+                if self.folder is not None:
+                    place = None if self.config.warmup.keep else self.folder.path / WARM_STARTS
+                    made = warm_start(self.config, self.note, place).path
                 self.source = self.world.share(made)
                 gc.collect()  # its engine refers to itself, and holds a card's memory
 
     def load(self) -> tuple[PreTrainedModel, Tokenizer]:
-        """The policy that this process starts with, before a warm-up."""
+        """The policy that this process starts with."""
         if self.folder is not None and self.config.run.resume and self.saved is None:
             self.note(f"{self.folder.path} contains no complete checkpoint: starting over")
         source = self.source
@@ -152,22 +149,8 @@ class _Start:
             source = self.saved.path
         # No card needs to hold all of a policy that ranks share, or that is kept in host memory.
         grpo = self.config.grpo
-        apart = is_sharded(self.world.size, grpo) or grpo.offload == "all"
-        mapped = apart and not self.warms_up
+        mapped = is_sharded(self.world.size, grpo) or grpo.offload == "all"
         return load_policy(self.config, source, mapped)
-
-    @property
-    def warms_up(self) -> bool:
-        return self.saved is None and self.config.warmup.steps > 0 and not self.config.warmup.keep
-
-    def warm_up(self, policy: PreTrainedModel, encode: PromptEncoder) -> None:
-        config = self.config
-        with self.phases("warmup"):
-            progress = warm_up_progress(config, self.note)
-            losses = warm_up(policy, encode, self.task, config.warmup, config.run.seed, progress)
-        self.note(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-        # Cards may differ in the last bit.
-        self.world.copy_(p.detach() for p in policy.parameters())
 
     def build(self, policy: PreTrainedModel, tokenizer: Tokenizer, encode: PromptEncoder) -> Run:
         config, world, folder, task = self.config, self.world, self.folder, self.task
@@ -185,9 +168,8 @@ class _Start:
             blank: Any = type(policy)(policy.config)
             blank.to(policy.dtype)
         blank.generation_config = policy.generation_config
-        reference = functools.partial(self.reference, policy, tokenizer)
         device = torch.device(config.run.device)
-        trainer = PolicyTrainer(policy, config.grpo, reference, world, device, self.phases)
+        trainer = PolicyTrainer(policy, config.grpo, self.reference, world, device, self.phases)
         coordinator = None
         if rollout.spot is not None and config.spot.mode == "coordinated":
             coordinator = Coordinator(world, rollout.spot)
@@ -220,19 +202,9 @@ class _Start:
             world.share(folder.checkpoints if folder else Path()),
         )
 
-    def reference(self, policy: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel:
-        """The policy before the first RL step, the reference of the KL term.
-
-        After a warm-up within the run no other file has it, so the run folder keeps it for resumed
-        runs.
-        """
-        if self.config.warmup.keep or not self.config.warmup.steps:
-            return load_policy(self.config, self.source)[0]
-        if self.saved is not None:
-            return load_policy(self.config, saved_reference(self.saved).path)[0]
-        if self.folder is not None:
-            self.folder.save_reference(functools.partial(write_folder, policy, tokenizer, None))
-        return copy.deepcopy(policy)
+    def reference(self) -> PreTrainedModel:
+        """The policy before the first RL step, the reference of the KL term."""
+        return load_policy(self.config, self.source)[0]
 
 
 def for_rank(config: Config, world: World) -> Config:

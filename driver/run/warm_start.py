@@ -110,9 +110,12 @@ def check_dtype(config: Config) -> None:
         )
 
 
-def warm_start(config: Config, note: Note) -> Checkpoint:
-    """The warm start of these settings, made if it does not exist, with its report `warm.json`."""
-    folder = warm_folder(config)
+def warm_start(config: Config, note: Note, folder: Path | None = None) -> Checkpoint:
+    """The warm start in a folder, made if there is none, with its report `warm.json`.
+
+    Without a folder it is the one that all runs of these settings share.
+    """
+    folder = folder or warm_folder(config)
     found = latest_checkpoint(folder)
     if found is not None:
         note(f"warm start: {describe(found.path)}")

@@ -137,7 +137,7 @@ def test_a_broken_line_in_a_task_file(capsys, monkeypatch, root, tmp_path):
 
 
 def test_a_prompt_longer_than_the_context(capsys, monkeypatch, root):
-    monkeypatch.setattr("driver.run.start.warm_up", None)  # it is seen before the warm-up
+    monkeypatch.setattr("driver.run.warm_start.warm_up", None)  # it is seen before the warm-up
     words = [f"run.root={root}", *SMALL, "model.max_position=8", "sampling.max_new_tokens=4"]
     line = fails(capsys, monkeypatch, train.main, *words)
     assert "context of 8" in line

@@ -101,7 +101,7 @@ def test_a_signal_during_the_warm_up_says_that_nothing_is_saved(tmp_path, monkey
     def interrupted(*_):
         raise KeyboardInterrupt(*name)
 
-    monkeypatch.setattr("driver.run.start.warm_up", interrupted)
+    monkeypatch.setattr("driver.run.warm_start.warm_up", interrupted)
     with pytest.raises(Stopped, match="while the run was prepared: nothing new is saved") as error:
         run(tmp_path, "it", "warmup.steps=9")
     assert error.value.exit_code == code and not (tmp_path / "it").exists()
