@@ -34,7 +34,7 @@ class Segments:
 
     offsets: Tensor  # int32 [D + 1], rising, on the device; the last ones may be equal
     longest: int  # upper bound of the length of a piece
-    lengths: tuple[int, ...] = ()  # (): not known to the host; a captured step reads `offsets`
+    lengths: tuple[int, ...]  # not in a captured step, which reads `offsets`
 
     @staticmethod
     def of(lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Segments:
@@ -49,8 +49,7 @@ def chain_attention(
 ) -> Tensor:
     """Attention of unroll step `len(keys) - 1`, [T, heads, head_dim].
 
-    Rows whose entry t + j is past their piece hold meaningless numbers. Raises ValueError if
-    FlashAttention is not available and `segments.lengths` is empty.
+    Rows whose entry t + j is past their piece hold meaningless numbers.
 
     Args:
         q: [T, heads, head_dim], of entry t + j in row t.
@@ -62,8 +61,6 @@ def chain_attention(
         return _Chain.apply(
             q, keys[0], values[0], _drafted(keys), _drafted(values), segments, scale
         )
-    if not segments.lengths:
-        raise ValueError("segments.lengths is empty; attention without FlashAttention needs it")
     return _by_segment(q * scale, keys, values, segments.lengths)
 
 

@@ -94,8 +94,6 @@ def _moved(value: Any, device: torch.device) -> Any:
         return replace(
             value, **{f.name: _moved(getattr(value, f.name), device) for f in fields(value)}
         )
-    if isinstance(value, tuple):
-        return tuple(_moved(item, device) for item in value)
     if not isinstance(value, Tensor):
         return value
     if value.device.type == "cpu" and device.type == "cuda":
