@@ -226,9 +226,9 @@ class EngineConfig(Section, prefix="engine."):
     prefill_chunk: int = setting(256, "tokens of a prefill pass", low=1, high=MAX_PREFILL_CHUNK)
     graphs: str = setting(
         "auto",
-        "CUDA graphs: off, pass (a launch for each pass), loop (a launch for many passes), or auto"
-        " (the most that the device and its driver can do)",
-        words=("auto", "off", "pass", "loop"),
+        "CUDA graphs: off, pass (a launch for each pass), or auto (a launch for many passes, if the"
+        " device and its driver can do that)",
+        words=("auto", "off", "pass"),
     )
     free_in_update: str = setting(
         "auto",

@@ -53,23 +53,16 @@ def build_graphs(
     """The graphs of a configuration; None: passes are launched op by op.
 
     `buckets` are batch sizes of speculation, `max_rows` the rows of the largest speculative pass.
-    Raises UserError if graphs, or loops in them, are required and not supported.
+    Raises UserError if graphs are required and there is no card.
     """
     device = program.state.device
     if config.graphs == "off" or device.type == "cpu":
-        if config.graphs in ("pass", "loop"):
-            raise UserError(f"engine.graphs={config.graphs}: CUDA graphs need run.device=cuda")
+        if config.graphs == "pass":
+            raise UserError("engine.graphs=pass: CUDA graphs need run.device=cuda")
         return None
     can_loop = program.model.parallel.size == 1 or program.model.shares_memory
-    if config.graphs == "loop" and not can_loop:
-        raise UserError(
-            "engine.graphs=loop: with engine.tensor_parallel it needs GPUs of one host that share"
-            " memory; use auto"
-        )
     loop = config.graphs != "pass" and can_loop
     loop = loop and tlt_ext.GraphPool.supports_loop(device.index or 0)
-    if config.graphs == "loop" and not loop:
-        raise UserError("engine.graphs=loop: this driver cannot loop in a CUDA graph; use auto")
     return PassGraphs(BucketPlan.of(config, buckets, max_rows), program, loop)
 
 

@@ -52,7 +52,9 @@ def made(policy, *words):
 
 @pytest.fixture(scope="module")
 def looped(policy):
-    return made(policy, "engine.graphs=loop")
+    rollout = made(policy)
+    assert rollout.engine.runner.graphs.loop
+    return rollout
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +281,7 @@ def test_rejection_is_captured_with_the_same_tokens(policy):
     Tokens depend on which passes speculate, so the batch is small enough that all of them do.
     """
     words = ["engine.verify=rejection", "engine.strategies=off ngram:4,1,5 learned:4,1,5"]
-    rollouts = [made(policy, *words, f"engine.graphs={way}") for way in ("off", "pass", "loop")]
+    rollouts = [made(policy, *words, f"engine.graphs={way}") for way in ("off", "pass", "auto")]
     wanted, *others = [generate(rollout, jobs(6), "learned:4,1,5") for rollout in rollouts]
     counts = [rollout.engine.stats for rollout in rollouts]
     assert [stats.spec_passes for stats in counts] == [stats.target_passes for stats in counts]
