@@ -83,4 +83,4 @@ class PassProgram:
         else:
             workspace = self.model.workspace.for_sampling(logits)
             tlt_ext.verify_tree(logits, *arrays, **settings, workspace=workspace)
-        self.cache.commit(rows, batch.path, batch.num_emitted, features)
+        self.cache.commit(rows, batch.output.path, batch.output.num_emitted, features)

@@ -7,6 +7,7 @@ updates them. On the CPU mirror and array are the same memory.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,12 +57,7 @@ class Batch:
     stop_ids: Tensor  # int32 [B, MAX_STOP_IDS], -1 = unused
     group_slots: Tensor  # int32 [B, GROUP_SLOTS], rows of the store with the same prompt, -1 = none
     block_table: Tensor  # int32 [B, max_pages], -1 after the last page
-    # Results of a pass.
-    emitted: Tensor  # int32 [B, MAX_EMITTED]
-    logprobs: Tensor  # float32 [B, MAX_EMITTED]
-    path: Tensor  # int32 [B, MAX_EMITTED]
-    num_emitted: Tensor  # int32 [B]
-    finish: Tensor  # int32 [B], 0 running, 1 stop, 2 limit
+    output: Any  # results of a pass, a `tlt_ext.VerifyOutput` of tensors
     roots: Tree  # of plain decoding
     table: tlt_ext.TokenTable  # the token store and its rows of the requests
 
@@ -77,12 +73,6 @@ class Batch:
     @cached_property
     def draft_sampling(self) -> tlt_ext.Sampling:
         return tlt_ext.Sampling(self.draft_temperature, self.request)
-
-    @cached_property
-    def output(self) -> tlt_ext.VerifyOutput:
-        return tlt_ext.VerifyOutput(
-            self.emitted, self.logprobs, self.num_emitted, self.finish, self.path
-        )
 
     @cached_property
     def requests(self) -> tlt_ext.Requests:
@@ -123,11 +113,10 @@ class BatchState:
         self._columns = {n: column.numpy() for n, column in self._host_arrays.items()}
         self._arrays = self._split(self._words)
         self._arrays["block_table"] = self.block_table
-        for name in ("emitted", "path"):
-            self._arrays[name] = self._zeros(max_batch, MAX_EMITTED)
-        self._arrays["logprobs"] = self._zeros(max_batch, MAX_EMITTED, dtype=torch.float32)
-        for name in ("num_emitted", "finish"):
-            self._arrays[name] = self._zeros(max_batch)
+        tokens, path = (self._zeros(max_batch, MAX_EMITTED) for _ in range(2))
+        logprobs = self._zeros(max_batch, MAX_EMITTED, dtype=torch.float32)
+        num_emitted, finish = (self._zeros(max_batch) for _ in range(2))
+        self._results = tokens, logprobs, num_emitted, finish, path
         self._no_parent = self._zeros(max_batch) - 1
         self._count_up = torch.arange(max_batch + 1, dtype=torch.int32, device=self.device)
         self.control = self._zeros(CONTROL_WORDS)
@@ -154,7 +143,10 @@ class BatchState:
             table = tlt_ext.TokenTable(
                 self.store.tokens, views["slot"], self.store.length, views["group_slots"]
             )
-            self._views[count] = Batch(self.running, **views, roots=roots, table=table)
+            output = tlt_ext.VerifyOutput(*(array[:count] for array in self._results))
+            self._views[count] = Batch(
+                self.running, **views, output=output, roots=roots, table=table
+            )
         return self._views[count]
 
     def is_stale(self, running: list[RunningRequest]) -> bool:
