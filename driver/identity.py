@@ -55,7 +55,7 @@ class Identity:
         self.rollout = build_rollout(self.config, spec, policy.state_dict(), longest)
         arms = [Arm(name) for name in (*strategies, *oracles, MIXED, PREEMPT, ARRIVALS)]
         self.comparison = Comparison(
-            self.rollout, arms, self.requests, self._prepare_drafter, options.seed
+            self.rollout, arms, self.requests, self._train_drafter, options.seed
         )
 
     def _config(self, strategies: list[str], oracles: list[str]) -> Config:
@@ -102,18 +102,9 @@ class Identity:
         self.comparison.run(self.options.tokens, note=note)
         sys.stderr.write("\n")
 
-    def _prepare_drafter(self) -> None:
-        spot = self.rollout.spot
-        if spot is None:  # no strategy needs a drafter
-            return None
-        if self.options.drafter != "nan":
-            return train_drafter(
-                spot, self.options.train_steps if self.options.drafter == "trained" else 0
-            )
-        for weight in (*spot.drafter.trainable(), *spot.step.average.values.values()):
-            weight.data.fill_(float("nan"))
-        # A swap would refuse NaN.
-        spot.runner.load(spot.drafter.state_dict(), spot.runner.version + 1)
+    def _train_drafter(self) -> None:
+        if self.rollout.spot is not None:  # else no strategy needs a drafter
+            train_drafter(self.rollout.spot, self.options.train_steps)
 
     # ---- report ---------------------------------------------------------------------------------
 

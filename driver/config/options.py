@@ -81,12 +81,7 @@ class IdentityOptions(Section):
     max_new_tokens: int = setting(64, "longest response in tokens", low=1)
     task: str = setting("", "task of the prompts; empty: sums for tiny, questions for others")
     path: str = setting("", "task jsonl: the file, or its folder")
-    drafter: str = setting(
-        "trained",
-        "the drafter's weights: trained for train_steps, random, or all NaN",
-        words=("trained", "random", "nan"),
-    )
-    train_steps: int = setting(30, "optimizer steps of the trained drafter", low=0)
+    train_steps: int = setting(30, "optimizer steps of the drafter; 0: random weights", low=0)
     warmup_steps: int = setting(150, "optimizer steps of the tiny model's warm-up", low=0)
     device: str = setting("cpu", "cpu, cuda or cuda:N")
     dtype: str = setting("float32", "of weights and activations", words=DTYPES)
