@@ -21,7 +21,7 @@ from driver.adapters.trl import TltRollout
 from driver.config.load import load_config
 from driver.session.load import find_model, load_policy
 
-SETTINGS = ["run.steps=3", "grpo.prompts_per_step=2", "grpo.samples_per_prompt=4"]
+SETTINGS = ["run.steps=4", "grpo.prompts_per_step=2", "grpo.samples_per_prompt=4"]
 SETTINGS += ["sampling.max_new_tokens=24", "engine.strategies=[off,ngram:4,1,5]"]
 
 
@@ -84,6 +84,19 @@ def train(config, rollout):
     return [line for line in trainer.state.log_history if "step_time" in line]
 
 
+def comparison(trl, tlt):
+    """Median and range of both arms' steps, in seconds; a ratio if the ranges do not overlap."""
+    shown = [
+        f"{name} {statistics.median(own):.2f} s ({min(own):.2f} to {max(own):.2f})"
+        for name, own in (("trl", trl), ("tlt", tlt))
+    ]
+    outcome = "the ranges overlap: no clear difference"
+    if max(trl) < min(tlt) or max(tlt) < min(trl):
+        ratio = statistics.median(trl) / statistics.median(tlt)
+        outcome = f"a step with this engine is {ratio:.2f} times as fast"
+    return f"steps after the first, median (range): {', '.join(shown)}; {outcome}"
+
+
 words = [*SETTINGS, *sys.argv[1:]]  # a later word wins
 config = load_config(words)
 seconds = {}
@@ -99,7 +112,8 @@ for name in ("trl", "tlt"):
             f"  accept length {line.get('tlt/accept_length', 1.0):.2f}"
         )
     # The first step builds the engine and captures its graphs.
-    seconds[name] = statistics.median(line["step_time"] for line in lines[1:])
+    seconds[name] = [line["step_time"] for line in lines[1:]]
     if rollout:
         rollout.close()
-print(f"a step with this engine is {seconds['trl'] / seconds['tlt']:.2f} times as fast")
+if config.run.steps > 1:
+    print(comparison(**seconds))

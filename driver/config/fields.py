@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from ..common.errors import UserError
 from .strategy import split_strategies
 
+MAX_NUMBER = 2**31 - 1  # without another bound: fits into int32, float32 and a timeout in seconds
 Options = TypeVar("Options", bound="Section")
 
 
@@ -28,6 +29,7 @@ def setting(
 
     `meaning` is one line with the unit, which `--help` prints. `low`, `above` and `high` mean
     `value >= low`, `value > above`, `value <= high`, of each list item too; `words` are all values.
+    A number without `high` is at most `MAX_NUMBER`.
     """
     metadata = {"meaning": meaning, "low": low, "above": above, "high": high, "words": words}
     if isinstance(default, list):
@@ -140,6 +142,8 @@ def _check_limits(key: str, value: Any, limits: Mapping[str, Any]) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{key}: must be a finite number, got {value}")
     low, above, high = limits.get("low"), limits.get("above"), limits.get("high")
+    if high is None and isinstance(value, int | float):
+        high = MAX_NUMBER
     if low is not None and value < low:
         raise UserError(f"{key}: must be at least {low}, got {value}")
     if above is not None and value <= above:

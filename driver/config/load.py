@@ -65,7 +65,16 @@ def load_config(argv: Sequence[str], *, saved: bool = False) -> Config:
         names = ", ".join(key for key in texts if key in unknown)
         warnings.warn(f"{preset}: {names}: no longer a setting, ignored", stacklevel=2)
         texts = {key: text for key, text in texts.items() if key in types}
-    values = {k: read_value(k, _declared_type(types, k), t) for k, t in (texts | words).items()}
+    try:
+        return _from_texts(preset, types, texts | words)
+    except UserError as error:
+        if saved and str(error).partition(":")[0] not in words:
+            raise UserError(f"{preset}: {error}; restore it") from None
+        raise
+
+
+def _from_texts(preset: str, types: Mapping[str, Any], texts: Mapping[str, str]) -> Config:
+    values = {key: read_value(key, _declared_type(types, key), t) for key, t in texts.items()}
     made: dict[str, Any] = {}
     for name, kind in section_types().items():
         mine = [key for key in values if key.startswith(kind.prefix)]

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from ..common.errors import UserError
 from .fields import Section, read_options, setting
 from .load import Config, load_config
-from .sections import DTYPES, check_temperature
+from .sections import DTYPES, MAX_BATCH, check_temperature
 from .strategy import Strategy
 
 
@@ -77,7 +77,7 @@ class IdentityOptions(Section):
         ],
         "arms: kind:depth,top_k,num_verify with the kind ngram, learned, hybrid or oracle",
     )
-    batch: int = setting(8, "requests that run at once", low=1)
+    batch: int = setting(8, "requests that run at once", low=1, high=MAX_BATCH)
     max_new_tokens: int = setting(64, "longest response in tokens", low=1)
     task: str = setting("", "task of the prompts; empty: sums for tiny, questions for others")
     path: str = setting("", "task jsonl: the file, or its folder")
@@ -102,7 +102,7 @@ class ExportOptions(Section):
     out: str = setting("", "the folder to write; required")
     strategy: str = setting("learned:8,4,32", "learned:depth,top_k,num_verify of the measurement")
     unseen: str = setting("", "the task that it was not trained on; empty: a built-in one")
-    prompts: int = setting(16, "prompts of each task", low=1)
+    prompts: int = setting(16, "prompts of each task", low=1, high=MAX_BATCH)
     device: str = setting("cpu", "cpu, cuda or cuda:N")
 
 

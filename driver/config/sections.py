@@ -14,6 +14,7 @@ from .fields import Section, setting
 from .strategy import OFF, REJECTION, SHARED, Strategy, parse_strategies, split_strategies
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_BATCH = 16384  # requests that run at once
 GROUP_SIZES = (1, 2, 4, 8)  # of engine.tensor_parallel
 MAX_PREFILL_CHUNK = 8192
 MIN_TEMPERATURE = 0.01  # below, logits over temperature lose the resolution of float32
@@ -72,7 +73,7 @@ class ModelConfig(Section, prefix="model."):
         low=16,
         high=512,
     )
-    num_layers: int = setting(3, "tiny: decoder layers", low=1)
+    num_layers: int = setting(3, "tiny: decoder layers", low=1, high=128)
     max_position: int = setting(1024, "tiny: context length in tokens", low=1)
 
     def __post_init__(self) -> None:
@@ -98,7 +99,7 @@ class WarmupConfig(Section, prefix="warmup."):
     drafter_steps: int = setting(
         0, "optimizer steps of the drafter; 0: it starts untrained; needs warmup.keep=true", low=0
     )
-    drafter_tokens: int = setting(2048, "tokens of a drafter step", low=1)
+    drafter_tokens: int = setting(2048, "tokens of a drafter step", low=1, high=2**20)
     responses: int = setting(64, "sampled responses, and as many worked, for the drafter", low=1)
 
     def __post_init__(self) -> None:
@@ -141,7 +142,9 @@ class TaskConfig(Section, prefix="task."):
 class RewardConfig(Section, prefix="reward."):
     """Where rewards are computed, and what a response that cannot be scored counts as."""
 
-    workers: int = setting(0, "processes that score responses; 0: the main process", low=0)
+    workers: int = setting(
+        0, "processes that score responses; 0: the main process", low=0, high=1024
+    )
     timeout_s: float = setting(
         60.0,
         "seconds for a worker to score a response (without workers no limit), and for a tool to"
@@ -192,7 +195,7 @@ class SamplingConfig(Section, prefix="sampling."):
 class EngineConfig(Section, prefix="engine."):
     """The rollout engine: batch, KV cache, strategies, CUDA graphs."""
 
-    max_batch: int = setting(64, "requests that run at once", low=1)
+    max_batch: int = setting(64, "requests that run at once", low=1, high=MAX_BATCH)
     max_len: int = setting(
         0,
         "most tokens of a request, prompt included; 0: sampling.max_new_tokens and twice the"
@@ -328,7 +331,7 @@ class SpotConfig(Section, prefix="spot."):
     lr: float = setting(0.0, "learning rate during RL; 0: drafter.lr", low=0)
     tail_batch: int = setting(8, "most active requests at which training runs", low=1)
     every: int = setting(8, "serial: passes between two micro-steps", low=1)
-    tokens_per_step: int = setting(256, "tokens of a micro-step", low=1)
+    tokens_per_step: int = setting(256, "tokens of a micro-step", low=1, high=2**20)
     buffer_tokens: int = setting(65536, "recorded tokens held on the device", low=1)
     keep_long: float = setting(
         0.25, "share of a micro-step taken from long responses of the previous step", low=0, high=1

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,15 @@ class RunFolder:
         if (trace := self.path / "trace.json").exists():  # of the process that ended there
             trace.rename(self.path / f"trace-{done}.json")
         # The evaluation before the first step, which no checkpoint contains, is made again.
-        metrics, _, samples = (_set_back(self.path / name, done or -1) for name in LOGS)
+        before = [_count_lines(self.path / name) for name in LOGS]
+        metrics, _, samples = kept = [_set_back(self.path / name, done or -1) for name in LOGS]
+        counts = zip(LOGS, before, map(len, kept), strict=True)
+        if dropped := [f"{old - new} of {name}" for name, old, new in counts if old > new]:
+            warnings.warn(
+                f"{self.path}: dropped lines that are incomplete or whose step runs again:"
+                f" {', '.join(dropped)}; complete ones are kept in *.replaced.jsonl",
+                stacklevel=3,
+            )
         with run_checkpoint.earlier_versions(f"{self.path / LOGS[2]}", "remove it"):
             write_text(self.path / "samples.txt", "".join(map(_sample_text, samples)))
         # TensorBoard purges by file name, so the kept records are written again instead.
@@ -245,6 +254,11 @@ def _set_back(path: Path, last_step: int) -> list[dict[str, Any]]:
         _append(path.with_suffix(".replaced.jsonl"), *map(_line, replaced))
     write_text(path, "".join(map(_line, kept)))
     return kept
+
+
+def _count_lines(path: Path) -> int:
+    """Lines of a file, an incomplete last one included; 0 if it does not exist."""
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
 def _append(path: Path, *texts: str) -> None:

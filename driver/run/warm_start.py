@@ -23,6 +23,7 @@ from tlt_ext.sampling import NOISE_VERSION
 from ..common.deterministic import deterministic
 from ..common.errors import UserError
 from ..common.storage import storage_errors, user_path
+from ..config.fields import MAX_NUMBER
 from ..config.load import Config, preset_title, to_yaml
 from ..config.sections import ToolConfig
 from ..config.strategy import OFF, parse_strategies
@@ -49,7 +50,7 @@ PROCEDURE = 2  # one more whenever the same settings make another warm start
 # Prompts of the train split that neither RL nor the policy's warm-up uses.
 FIRST_INDEX = 1 << 39
 NOTES = 10  # lines of a training's progress
-NEVER = 1 << 40  # passes between two steps of the spot trainer in the tail
+NEVER = 1 << 30  # passes between two steps of the spot trainer in the tail
 CHECKED = 32  # responses whose accept length is measured
 
 Note = Callable[[str], None]
@@ -299,7 +300,7 @@ def _on_request(config: Config) -> Config:
         every=NEVER,
         average=0,  # the rate decays, so the last weights need none
         tokens_per_step=config.warmup.drafter_tokens,
-        buffer_tokens=responses * 2 * config.sampling.max_new_tokens,
+        buffer_tokens=min(MAX_NUMBER, responses * 2 * config.sampling.max_new_tokens),
     )
     return replace(config, engine=engine, spot=spot)
 

@@ -6,8 +6,16 @@ from hypothesis import HealthCheck, assume, given, settings, strategies
 import tlt_ext
 from driver.common.errors import UserError
 from driver.common.storage import write_text
-from driver.config.load import Config, load_config, preset_names, preset_title, to_yaml
-from driver.config.options import GenerateOptions
+from driver.config.fields import field_types
+from driver.config.load import (
+    Config,
+    load_config,
+    preset_names,
+    preset_title,
+    section_types,
+    to_yaml,
+)
+from driver.config.options import OPTIONS, DryRunOptions, GenerateOptions
 from driver.config.sections import GrpoConfig
 from driver.rollout.request import SamplingParams
 
@@ -164,6 +172,9 @@ def test_keys_of_an_earlier_version_are_named_and_ignored(tmp_path):
         (["model.path="], r"^model.path: empty"),
         (["model.hidden_size=40"], r"^model.hidden_size: must be a multiple of 16, got 40"),
         (["model.hidden_size=1024"], r"^model.hidden_size: must be at most 512, got 1024"),
+        (["model.num_layers=1000000"], r"^model.num_layers: must be at most 128, got 1000000$"),
+        (["engine.max_batch=100000000"], r"^engine.max_batch: must be at most 16384, got"),
+        (["grpo.lr=1e300"], r"^grpo.lr: must be at most 2147483647, got 1e\+300$"),
         (["bandit.buckets=[4,2]"], r"^bandit.buckets: must be rising sizes"),
         (["bandit.buckets=[1,x]"], r"^bandit.buckets\[1\]: must be an integer, got 'x'$"),
         (["bandit.buckets=[0,1]"], r"^bandit.buckets: must be at least 1, got 0"),
@@ -196,6 +207,16 @@ def test_a_mistake_is_one_line_that_names_the_key(words, match):
         load_config(words)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_every_number_has_a_bound():
+    kinds = (*section_types().values(), *OPTIONS.values(), DryRunOptions)
+    for kind in kinds:
+        for key, declared in field_types(kind).items():
+            if declared in (int, float, list[int]):
+                value = [10**22] if declared == list[int] else 10**22
+                with pytest.raises(UserError, match=rf"^{key}: must be (at most|one of) "):
+                    kind(**{key.removeprefix(kind.prefix): value})
 
 
 @pytest.mark.parametrize(

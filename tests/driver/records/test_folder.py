@@ -229,7 +229,8 @@ def test_resume_cuts_the_logs_back_to_the_checkpoint(tmp_path):
     with (folder.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "x"')  # killed while it wrote
     folder.close()
-    again = RunFolder(config(tmp_path, *words, "run.resume=true", "run.steps=99"))
+    with pytest.warns(UserWarning, match="/a: dropped .*: 3 of metrics.jsonl, 2 of samples.jsonl;"):
+        again = RunFolder(config(tmp_path, *words, "run.resume=true", "run.steps=99"))
     assert again.resumed.step == 2
     assert (again.path / "trace-2.json").read_text() == "{}"
     assert not (again.path / "trace.json").exists()
@@ -287,6 +288,14 @@ def test_resume_refuses_other_settings_and_missing_runs(tmp_path):
     RunFolder(config(tmp_path, "run.name=a", "run.resume=true", "spot.mode=serial"))
     with pytest.raises(UserError, match="run.resume: .*/b contains no run"):
         RunFolder(config(tmp_path, "run.name=b", "run.resume=true"))
+    for text, reason in (
+        ("run: {steps: many}", "run.steps: must be an integer, got 'many'; restore it"),
+        ("spot: {every: 0}", "spot.every: must be at least 1, got 0; restore it"),
+        ("run: [", "not YAML"),
+    ):
+        (tmp_path / "a" / "config.yaml").write_text(text)
+        with pytest.raises(UserError, match=f"a/config.yaml: {reason}"):
+            RunFolder(config(tmp_path, "run.name=a", "run.resume=true"))
     (tmp_path / "a" / "config.yaml").write_text("")
     with pytest.raises(UserError, match="a/config.yaml: has no settings; restore it"):
         RunFolder(config(tmp_path, "run.name=a", "run.resume=true"))
