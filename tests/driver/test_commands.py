@@ -171,9 +171,8 @@ def test_the_other_commands(capsys, monkeypatch):
     assert "tokens: must be at least 1" in fails(capsys, monkeypatch, identity.main, "tokens=0")
     line = fails(capsys, monkeypatch, identity.main, "max_new_tokens=0")
     assert "max_new_tokens: must be at least 1" in line
-    assert "drafter: must be one of trained" in fails(
-        capsys, monkeypatch, identity.main, "drafter=good"
-    )
+    line = fails(capsys, monkeypatch, identity.main, "dtype=float8")
+    assert "dtype: must be one of float32" in line
     line = fails(capsys, monkeypatch, identity.main, "train_steps=-1")
     assert "train_steps: must be at least 0" in line
     line = fails(capsys, monkeypatch, identity.main, "batch=70", "strategies=oracle:16,15,128")
