@@ -30,8 +30,7 @@ class Timeline:
     """Events of a run in Chrome's trace format, with a bounded file size that the ranks share.
 
     When the steps exceed the limit, every second one is dropped, and from then on only every second
-    step is recorded. A step that alone exceeds an eighth of the limit keeps its phases and every
-    k-th of its other events. `otherData` reports the thinning.
+    step is recorded, as `otherData` reports. A step by itself may exceed it.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1, max_bytes: int = MAX_BYTES) -> None:
@@ -42,7 +41,6 @@ class Timeline:
         self._steps: list[tuple[int, str]] = []  # (step, its events as JSON)
         self._size = 0
         self._tracks = {part: tid for tid, part in enumerate(TRACKS)}
-        self._thinned = 0  # steps that lost some of their events
 
     def align(self, unix_s: float) -> None:
         """Uses the time origin of another rank, its `started_unix_s`; earlier events stay."""
@@ -60,7 +58,14 @@ class Timeline:
             return
         begin = min(event.begin_s for event in events)
         length = max(event.begin_s + event.length_s for event in events) - begin
-        self._take(step, [Event("train", f"{STEP} {step}", begin, length, {STEP: step}), *events])
+        whole = Event("train", f"{STEP} {step}", begin, length, {STEP: step})
+        text = self._to_text([whole, *events])
+        self._steps.append((step, text))
+        self._size += len(text)
+        while self._size > 0.98 * self.max_bytes and len(self._steps) > 1:
+            self.every *= 2
+            self._steps = [kept for kept in self._steps if kept[0] % self.every == 0]
+            self._size = sum(len(text) for _, text in self._steps)
 
     def text(self) -> str:
         """This rank's part of the file: its events, and the names of its tracks."""
@@ -70,7 +75,7 @@ class Timeline:
 
     def write(self, path: Path, others: Sequence[str] = ()) -> None:
         """Replaces `trace.json`; `others` are the `text()` of the other ranks."""
-        other = json.dumps({"every": self.every, "thinned_steps": self._thinned})
+        other = json.dumps({"every": self.every})
         body = ",\n".join([self.text(), *others])
         write_text(path, f'{{"otherData": {other}, "traceEvents": [\n{body}\n]}}\n')
 
@@ -90,17 +95,3 @@ class Timeline:
     def _name(self, kind: str, tid: int, name: str) -> dict[str, Any]:
         args = {"name": name}
         return {"name": kind, "ph": "M", "pid": self.rank, "tid": tid, "args": args}
-
-    def _take(self, step: int, events: list[Event]) -> None:
-        text, stride = self._to_text(events), 1
-        while len(text) > self.max_bytes // 8 and stride <= len(events):
-            stride *= 2
-            kept = [e for i, e in enumerate(events) if e.part == "train" or i % stride == 0]
-            text = self._to_text(kept)
-        self._thinned += stride > 1
-        self._steps.append((step, text))
-        self._size += len(text)
-        while self._size > 0.98 * self.max_bytes and len(self._steps) > 1:
-            self.every *= 2
-            self._steps = [kept for kept in self._steps if kept[0] % self.every == 0]
-            self._size = sum(len(text) for _, text in self._steps)
