@@ -2,7 +2,6 @@
 
 import os
 import resource
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,8 +34,7 @@ def pin_with_threads() -> None:
 
 
 def peak_memory_gb() -> float:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def memory_metrics(pages: ReleasableMemory) -> dict[str, float]:

@@ -5,18 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 try:
     import nvtx
 except ImportError:  # Nsight then sees the ranges of the native core only
     nvtx = None
-
-
-def nvtx_range(name: str) -> AbstractContextManager[object]:
-    """An NVTX range of this name; does nothing if the package `nvtx` is missing."""
-    return contextlib.nullcontext() if nvtx is None else nvtx.annotate(name)
 
 
 # Stores a finished span, by part, name, begin and end; `driver.records.timeline.Timeline.add`.
@@ -44,7 +38,8 @@ class Span:
         self.seconds = 0.0
 
     def __enter__(self) -> Span:
-        self._range = nvtx_range(f"tlt/{self._spans.part}/{self._step}")
+        name = f"tlt/{self._spans.part}/{self._step}"
+        self._range = contextlib.nullcontext() if nvtx is None else nvtx.annotate(name)
         self._range.__enter__()
         self._begin = time.perf_counter()
         return self

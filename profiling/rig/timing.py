@@ -54,7 +54,7 @@ def run_in_profile_range(arms: Mapping[str, list[Call]]) -> dict[str, Timing]:
     for _ in range(WARM_UPS):
         call()
     torch.cuda.synchronize()
-    # Torch's own range: `nvtx_range` needs the package `nvtx`, and ncu would find no launch.
+    # Torch's own range: those of the driver need the package `nvtx`, and ncu would find no launch.
     with torch.cuda.nvtx.range(PROFILE_RANGE):
         call()
         torch.cuda.synchronize()
