@@ -283,7 +283,8 @@ class Run:
 
         def write_model(path: Path) -> None:
             save_parts(path / PARTS, parts, self.world.background)
-            write_folder(self.blank, tokenizer, saved["policy"], path)
+            self.blank.save_pretrained(path, state_dict=saved["policy"])
+            tokenizer.save_pretrained(path)
 
         if self.folder is None:
             scratch = scratch_folder(self.checkpoints, step)
@@ -330,11 +331,3 @@ class Run:
         self.evaluations = {int(k): v for k, v in counters["evaluations"].items()}
         self.correct = counters["correct"]
         self.phases.load_state_dict(counters["phases"])
-
-
-def write_folder(
-    policy: PreTrainedModel, tokenizer: Tokenizer, state: dict[str, Any], path: Path
-) -> None:
-    """Writes a Hugging Face folder; `state` replaces the policy's own tensors."""
-    policy.save_pretrained(path, state_dict=state)
-    tokenizer.save_pretrained(path)
