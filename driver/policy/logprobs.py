@@ -25,7 +25,7 @@ def token_logprobs(
     hidden: Tensor,
     head: Tensor,
     tokens: Tensor,
-    temperature: float | Tensor,
+    temperature: float,
     entropy_grad: bool = False,
     loss_gradient: LossGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def token_logprobs(
         hidden: float [M, H], final hidden state at the position before each token.
         head: float [V, H], rows of the language-model head.
         tokens: int64 [M], the sampled ids.
-        temperature: float or float [M], divides the logits; 0 leaves them as they are.
+        temperature: above 0, divides the logits.
         entropy_grad: whether the entropy has a gradient.
         loss_gradient: the gradient of the loss by the log-probs, if the caller knows it already.
             The backward pass uses it instead of the gradient that it gets; the entropy has none.
@@ -48,13 +48,8 @@ def token_logprobs(
         >>> token_logprobs(torch.eye(2), torch.zeros(4, 2), torch.tensor([0, 3]), 1.0)[0].exp()
         tensor([0.2500, 0.2500])
     """
-    scale = None  # of the logits; a factor of 1 costs no pass over them
-    if isinstance(temperature, Tensor):
-        scale = torch.where(temperature > 0, temperature, 1.0).reciprocal().unsqueeze(-1)  # [M, 1]
-    elif temperature not in (0.0, 1.0):
-        scale = hidden.new_full((len(tokens), 1), 1 / temperature, dtype=torch.float32)  # [M, 1]
     return _TokenLogprobs.apply(
-        hidden, head, tokens.unsqueeze(-1), scale, entropy_grad, loss_gradient
+        hidden, head, tokens.unsqueeze(-1), 1 / temperature, entropy_grad, loss_gradient
     )
 
 
@@ -67,7 +62,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden: Tensor,
         head: Tensor,
         tokens: Tensor,
-        scale: Tensor | None,
+        scale: float,
         entropy_grad: bool,
         loss_gradient: LossGradient | None,
     ) -> tuple[Tensor, Tensor]:
@@ -84,21 +79,21 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[part], entropy[part], slope = found
             del logits, found
             gradients.add(part, slope, -loss_gradient(logprobs[part], part))
-        ctx.gradients = gradients
-        ctx.save_for_backward(hidden, head, tokens, scale, entropy if entropy_grad else None)
+        ctx.gradients, ctx.scale = gradients, scale
+        ctx.save_for_backward(hidden, head, tokens, entropy if entropy_grad else None)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, head, tokens, scale, entropy = ctx.saved_tensors
+        hidden, head, tokens, entropy = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            gradients = _Gradients(hidden, head, scale)
+            gradients = _Gradients(hidden, head, ctx.scale)
             for part in _chunks(len(tokens), len(head)):
                 slope = _slope(
-                    _logits(hidden, head, scale, part),
+                    _logits(hidden, head, ctx.scale, part),
                     tokens[part],
                     grad[part, None],
                     None if entropy is None else entropy[part, None],
@@ -112,7 +107,7 @@ class _TokenLogprobs(torch.autograd.Function):
 class _Gradients:
     """The gradients of hidden states [M, H] and of the head, float32 or wider [V, H]."""
 
-    def __init__(self, hidden: Tensor, head: Tensor, scale: Tensor | None) -> None:
+    def __init__(self, hidden: Tensor, head: Tensor, scale: float) -> None:
         self._of, self._scale = (hidden, head), scale
         self.hidden = torch.empty_like(hidden)
         self.head = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))
@@ -121,10 +116,8 @@ class _Gradients:
         """Those of a chunk: the gradient of its logits is slope [m, V] times factor [m] or -1."""
         hidden, head = self._of
         # A factor that all logits of a row share is applied to the narrow side of a product.
-        factor = self.hidden.new_full((1,), -1.0) if factor is None else factor
-        factor = factor.unsqueeze(-1)
-        if self._scale is not None:
-            factor = factor * self._scale[part]
+        factor = self.head.new_full((1,), -1.0) if factor is None else factor
+        factor = factor.unsqueeze(-1) * self._scale
         self.hidden[part] = factor * _product(slope, head)
         _add_product(self.head, slope.T, (factor * hidden[part]).to(head.dtype))
 
@@ -172,9 +165,9 @@ def _chunks(rows: int, vocab_size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, rows, size)]
 
 
-def _logits(hidden: Tensor, head: Tensor, scale: Tensor | None, part: slice) -> Tensor:
+def _logits(hidden: Tensor, head: Tensor, scale: float, part: slice) -> Tensor:
     logits = _product(hidden[part], head.T)  # [m, V]
-    return logits if scale is None else logits.mul_(scale[part])  # [m, V]
+    return logits if scale == 1 else logits.mul_(scale)  # [m, V]; a factor of 1 costs no pass
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

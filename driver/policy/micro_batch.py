@@ -24,7 +24,7 @@ class MicroBatch:
     rows: Tensor  # int64 [M], the position before each sampled token
     tokens: Tensor  # int64 [M]
     owner: Tensor  # int64 [M], index of the response in the step
-    temperature: float | Tensor  # float32 [M], or the one of all
+    temperature: float  # of all tokens
     rollout_logprobs: Tensor  # float32 [M]
     old_logprobs: Tensor | None = None  # float32 [M]
     entropy: Tensor | None = None  # float32 [M], of the step-start policy
@@ -54,18 +54,13 @@ def build_micro_batch(
     if any(r.tools for r in packed):
         generated = _flat([r.generated for r in packed], np.bool_)
         rows, owner, logprobs = rows[generated], owner[generated], logprobs[generated]
-        counts = np.array([r.num_generated for r in packed])  # [D]
-    temperatures = [r.request.params.temperature for r in packed]
-    temperature: float | Tensor = temperatures[0]
-    if len(set(temperatures)) > 1:
-        temperature = torch.tensor(temperatures).repeat_interleave(torch.from_numpy(counts))
     return MicroBatch(
         input_ids=torch.from_numpy(ids).unsqueeze(0),  # [1, T]
         documents=Documents.of([len(r.request.prompt_ids) + len(r.token_ids) for r in packed]),
         rows=torch.from_numpy(rows),
         tokens=torch.from_numpy(ids[rows + 1]),
         owner=torch.from_numpy(owner),
-        temperature=temperature,
+        temperature=packed[0].request.params.temperature,
         rollout_logprobs=torch.from_numpy(logprobs),
     ).to(torch.device(device))
 
