@@ -30,8 +30,8 @@ LinearKernelParams kernel_params(const char* op, const LinearParams& p, bool sil
 
 // Whether aligned rows are few. With a norm, up to 128 are. Without one, up to 8 are, except for
 // many weights, which the larger copies of wgmma read faster, and for narrow weights with long
-// rows, whose parts clusters share. More are where reading the weights again for each piece costs
-// less than to start another kernel.
+// rows, whose parts clusters share. More than 8 are if reading the weights again for each piece
+// costs less than starting another kernel.
 bool decodes(const LinearParams& p, const Card& card) {
   constexpr int64_t kFewRows = 8, kFewNormedRows = 128, kFewPieces = 64, kFewWeights = 4 << 20;
   if (p.norm_weight) return p.rows <= kFewNormedRows;
