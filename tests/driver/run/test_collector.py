@@ -7,7 +7,7 @@ import pytest
 from driver.common.errors import UserError
 from driver.config.load import load_config
 from driver.config.strategy import OFF
-from driver.rollout.plan import BucketPlan, GraphCost
+from driver.rollout.plan import BucketPlan
 from driver.run.collector import collections_paused
 from driver.run.start import start_run
 from tests.driver.rollout.test_bursts import LatePool, Loops
@@ -47,9 +47,8 @@ def start(tmp_path, monkeypatch):
 def with_device(run):
     """Passes are made by a device that the host has work beside."""
     engine = run.rollout.engine
-    buckets, cost = run.rollout.bandit.config.buckets, GraphCost(engine.model.spec)
-    rows = engine.model.max_rows
-    plan = BucketPlan(engine.config.max_batch, engine.config.max_batch, [OFF], buckets, rows, cost)
+    buckets, most = run.rollout.bandit.config.buckets, engine.config.max_batch
+    plan = BucketPlan(most, most, [OFF], buckets, engine.model.max_rows)
     engine.runner.graphs = Loops(engine, plan, True, LatePool)
     return run
 
