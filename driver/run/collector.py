@@ -91,8 +91,7 @@ class Collector(RolloutObserver):
         # Work for `on_wait`: finished responses to score (place, prompt, request), and prompts of
         # the next step to draw.
         self._ended: deque[tuple[int, Prompt, RunningRequest]] = deque()
-        self._prompts: Mapping[int, Prompt] = {}  # of the rollout, by group
-        self._place: dict[int, int] = {}  # of the response, by request id
+        self._asked: dict[int, tuple[int, Prompt]] = {}  # request id -> place, prompt
         self._submitted: set[int] = set()  # places of those that the reward workers have
         self._ahead: dict[int, Prompt] = {}
         self._most_ahead = 0
@@ -211,17 +210,13 @@ class Collector(RolloutObserver):
         for part in parts:
             self.tool_stats.add(part.tools)
         self.ranks.add([part.seconds for part in parts])
-        whole = Experience(prompts)
         found = {
             response.request.id: (response, reward)
             for part in parts
             for response, reward in zip(part.responses, part.rewards, strict=True)
         }
-        for siblings in ids:
-            drawn = [found[id] for id in siblings]
-            whole.responses.extend(response for response, _ in drawn)
-            whole.rewards.extend(reward for _, reward in drawn)
-        return whole
+        drawn = [found[id] for siblings in ids for id in siblings]
+        return Experience(prompts, [response for response, _ in drawn], [r for _, r in drawn])
 
     def roll_out(
         self, prompts: Mapping[int, Prompt], requests: Sequence[Request]
@@ -231,8 +226,9 @@ class Collector(RolloutObserver):
         self._submitted.clear()
         if not requests:
             return []
-        self._prompts = prompts
-        self._place = {request.id: i for i, request in enumerate(requests)}
+        self._asked = {
+            request.id: (i, prompts[request.group]) for i, request in enumerate(requests)
+        }
         with answering(self.tools, prompts) as on_end, collections_paused():
             observer = self if self.reports else RolloutObserver()
             responses = self.session.roll_out(requests, observer=observer, on_end=on_end)
@@ -250,8 +246,8 @@ class Collector(RolloutObserver):
             self.tail.advance(engine.scheduler.least_emitted, self.workers.scored())
 
     def on_finish(self, request: RunningRequest) -> None:
-        at = self._place[request.request.id]
-        self._ended.append((at, self._prompts[request.request.group], request))
+        at, prompt = self._asked[request.request.id]
+        self._ended.append((at, prompt, request))
         if self.tail is not None:
             self.tail.add(at, request.response(self.session.engine.target_version))
         if self.config.reward.workers:
