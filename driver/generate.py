@@ -74,7 +74,7 @@ class Generator:
         return Request(key, 0, self.ids, self.params)
 
     def warm_drafter(self) -> tuple[int, float]:
-        """Trains a drafter on other samples of the prompt; returns micro-steps and seconds."""
+        """Trains a drafter on other samples of the prompt; returns steps, and seconds in all."""
         spot = self.rollout.spot
         assert spot is not None
         started = time.perf_counter()
@@ -107,7 +107,8 @@ def main(argv: Sequence[str]) -> None:
     spot = generator.rollout.spot
     if generator.strategy.needs_drafter and spot is not None and not spot.runner.version:
         steps, seconds = generator.warm_drafter()
-        out(f"drafter: trained {steps} steps in {seconds:.0f} s on other samples of the prompt\n\n")
+        drawn = f"{WARM_SAMPLES} other samples of the prompt"
+        out(f"drafter: {drawn}, then {steps} training steps, in {seconds:.0f} s\n\n")
     fast, speed = generator.run(generator.strategy)
     stats = generator.rollout.engine.stats
     out(f"{generator.tokenizer.decode(fast.token_ids, skip_special_tokens=True)}\n\n")

@@ -360,7 +360,7 @@ class GrpoConfig(Section, prefix="grpo."):
     lr: float = setting(1e-4, "learning rate of the policy", above=0)
     warmup_steps: int = setting(0, "steps of linear learning-rate warm-up", low=0)
     clip_low: float = setting(0.2, "lower clip of the ratio, 1 - clip_low", above=0, high=1)
-    clip_high: float = setting(0.0, "upper clip, 1 + clip_high; 0: .28 for dapo, else .2", low=0)
+    clip_high: float = setting(0.0, "upper clip, 1 + clip_high; 0: 0.28 for dapo, else 0.2", low=0)
     kl_coef: float = setting(
         0.0, "weight of the KL divergence from the initial policy; 0: no reference model", low=0
     )
