@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import signal
 import sys
 import warnings
@@ -41,6 +42,9 @@ def run_command(command: Callable[[Sequence[str]], None]) -> None:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(UserError.exit_code)
+    except BrokenPipeError:  # as by `| head`; Python would report it again at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         if error.errno not in REMEDIES or error.filename is None:
             raise

@@ -3,6 +3,7 @@
 import errno
 import json
 import signal
+import subprocess
 import sys
 import warnings
 
@@ -50,6 +51,17 @@ def test_a_path_without_permission_is_one_line(capsys, monkeypatch):
 
     line = fails(capsys, monkeypatch, command)
     assert line.startswith("error: /models/mine: Permission denied; change its permissions")
+
+
+def test_a_closed_pipe_ends_a_command_without_a_traceback():
+    """As `| head` does."""
+    script = "from driver.config.command import run_command\n"
+    script += "run_command(lambda argv: [print('x' * 999, flush=True) for _ in range(999)])"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as command:
+        command.stdout.close()
+        assert command.stderr.read() == b""
+    assert command.returncode == 128 + signal.SIGPIPE
 
 
 def test_a_warning_is_one_line(capsys, monkeypatch):
