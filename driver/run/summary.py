@@ -81,7 +81,8 @@ def summary_lines(run: Run) -> list[str]:
     card_gb = summary["card_memory_gb"]
     lines = [
         f"reward {_show(reward['first_mean'])} -> {_show(reward['last_mean'])}"
-        f" (means of {ENDS} steps), held-out {_show(held['before'])} -> {_show(held['after'])}",
+        f" (means of {min(ENDS, run.step)} steps),"
+        f" held-out {_show(held['before'])} -> {_show(held['after'])}",
         f"accept length {_show(accept['first_mean'])} -> {_show(accept['last_mean'])},"
         f" {summary['tokens']} tokens in {summary['target_passes']} target passes,"
         f" drafter version {summary['drafter_version']}",
