@@ -215,16 +215,14 @@ class PolicyTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters that a resumed run needs besides the tensors of `PolicyWeights.tensors`."""
-        return {"step": self.step, "updates": self._updates()}
+        # An update whose gradient is not finite does not count.
+        updates = self.optimizer.state.get(self.params[0], {}).get("step", 0)
+        return {"step": self.step, "updates": int(updates)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from `state_dict`; the caller then copies the saved values into the tensors."""
         self.step = state["step"]
         self.weights.start_moments(self.optimizer, state["updates"])
-
-    def _updates(self) -> int:
-        """Optimizer steps so far; a step whose gradient is not finite does not count."""
-        return int(self.optimizer.state.get(self.params[0], {}).get("step", 0))
 
     def rows(self, responses: Sequence[Response], part: Sequence[int]) -> list[Row]:
         """The documents of this rank's micro-batches; an empty one has none."""

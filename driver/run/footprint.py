@@ -95,13 +95,15 @@ class RunShape:
         spec, ranks, offload = self.spec, self.ranks, config.grpo.offload
         on_card = config.run.device != "cpu"
         sharded = is_sharded(ranks, config.grpo)
-        numbers = _shard_numbers(spec, ranks if sharded else 1)
-        trained = _trained_parts(numbers)
-        gradients = {"gradients": trained["policy"]}
+        parts = ranks if sharded else 1  # FSDP2 divides the rows of each tensor
+        numbers = [-(-rows // parts) * math.prod(cols) for rows, *cols in spec.shapes().values()]
+        policy = FLOAT_BYTES * sum(numbers)
+        trained = {"policy": policy, "Adam": len(MOMENTS) * policy}
+        gradients = {"gradients": policy}
         moments = {"Adam": trained["Adam"]}
         moved = {"none": {}, "moments": moments, "all": trained | gradients}[offload]
         if offload == "all" and ranks > 1:
-            moved = {**moved, "gradients of a micro-batch": trained["policy"]}
+            moved = {**moved, "gradients of a micro-batch": policy}
         always = {part: size for part, size in trained.items() if not on_card or part not in moved}
         if config.grpo.kl_coef:
             always["reference"] = spec.num_parameters * spec.dtype.itemsize
@@ -127,7 +129,7 @@ class RunShape:
             phases = {phase: kept | needs for phase, needs in phases.items()}
         phases |= {"update, its end": kept | phases["update, its end"], "optimizer": dict(kept)}
         if ranks > 1 and not sharded:
-            phases["optimizer"]["sums of ranks"] = min(SUM_BYTES, trained["policy"])
+            phases["optimizer"]["sums of ranks"] = min(SUM_BYTES, policy)
         if on_card and offload != "none":
             arrays = len(MOMENTS) if offload == "moments" else len(MOMENTS) + 2
             block = min(BLOCK_NUMBERS, max(numbers))
@@ -275,17 +277,6 @@ def chunk_bytes(spec: ModelSpec, row: Row) -> int:
     share = row.dtype.itemsize * rows + FLOAT_BYTES * spec.hidden_size
     arrays = CHUNK_ARRAYS if row.on_card else CHUNK_ARRAYS_OP_BY_OP
     return spec.vocab_size * max(arrays * FLOAT_BYTES * rows, share)
-
-
-def _shard_numbers(spec: ModelSpec, ranks: int) -> list[int]:
-    """Parameters of a rank's share of each tensor; FSDP2 divides the rows."""
-    return [-(-rows // ranks) * math.prod(cols) for rows, *cols in spec.shapes().values()]
-
-
-def _trained_parts(numbers: Sequence[int]) -> dict[str, int]:
-    """Bytes by part of a rank's share of the float32 policy, from the parameters of each tensor."""
-    policy = FLOAT_BYTES * sum(numbers)
-    return {"policy": policy, "Adam": len(MOMENTS) * policy}
 
 
 def _engine_parts(config: Config, spec: ModelSpec, prompt_len: int) -> dict[str, int]:
