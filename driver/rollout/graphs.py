@@ -15,7 +15,7 @@ import tlt_ext
 from ..common.errors import UserError
 from ..config.strategy import OFF, Strategy
 from .passes import PassProgram
-from .plan import BucketPlan, Cell, listed
+from .plan import BucketPlan, Cell
 
 if TYPE_CHECKING:
     from ..config.sections import EngineConfig
@@ -180,8 +180,9 @@ class PassGraphs:
             del self._captured[cell]
         if gone:
             warnings.warn(
-                f"CUDA graphs: the device's memory is too little; {listed(gone)} were evicted: such"
-                " speculation is not chosen, plain decoding runs without a graph, slower",
+                f"CUDA graphs: the device's memory is too little; {', '.join(map(str, gone))} were"
+                " evicted: such speculation is not chosen, plain decoding runs without a graph,"
+                " slower",
                 stacklevel=3,
             )
 

@@ -34,19 +34,6 @@ class Cell:
         return f"{self.strategy} x {self.batch}"
 
 
-def listed(cells: Iterable[Cell]) -> str:
-    """Cells by strategy, for messages.
-
-    Example:
-        >>> listed([Cell(1, OFF), Cell(2, OFF)])
-        'off x 1, 2'
-    """
-    batches: dict[Strategy, list[int]] = {}
-    for cell in cells:
-        batches.setdefault(cell.strategy, []).append(cell.batch)
-    return "; ".join(f"{strategy} x {', '.join(map(str, b))}" for strategy, b in batches.items())
-
-
 CHAIN_LAUNCHES = 7  # of torch ops that compute the probabilities of a chain for rejection
 
 

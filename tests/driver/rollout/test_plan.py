@@ -13,7 +13,6 @@ from driver.rollout.plan import (
     Cell,
     GraphCost,
     draft_bytes,
-    listed,
     plain_buckets,
 )
 
@@ -60,12 +59,6 @@ def test_a_pass_larger_than_the_buffers_is_not_planned():
     assert plan.find(4, ARMS[2]) == Cell(4, ARMS[2])
     assert plan.find(5, ARMS[2]) is None
     assert Cell(8, ARMS[2]) not in plan.cells
-
-
-def test_cells_in_words():
-    cells = [Cell(n, arm) for n in (1, 2) for arm in ARMS[:2]]
-    assert listed(cells) == "ngram:4,1,5 x 1, 2; learned:4,2,8 x 1, 2"
-    assert listed([]) == ""
 
 
 def test_drafts_take_arrays_of_their_own_and_share_temporaries():
