@@ -223,9 +223,6 @@ class Inbox(RequestSource):
             return
         try:
             (state,) = scheduler.add([ticket.request])
-        except UserError as error:
-            ticket.set_exception(error)
-            return
         except BaseException as error:  # `fail` does not find this ticket
             ticket.set_exception(error)
             raise
