@@ -93,10 +93,8 @@ class ClusterBlock : public FewBlock<T, kDim, kWarps, Residency::kCluster> {
     if (warp_ >= Memory::kTails || turn >= turns) return;
     for (int i = turn + turns * warp_; i < num_rows_; i += turns * Memory::kTails) {
       Tail<kDim> tail;
-      const TailKey key = this->find_tail(i);
-      wait_for_prior_grid();
-      attend_tail<T, kDim>(
-          p_, r_, row_ + i, kv_head_, l_.group, [&] { return key; }, &shared_.tails[warp_], &tail);
+      attend_tail<T, kDim, true>(p_, r_, row_ + i, kv_head_, l_.group, l_.page_shift,
+                                 &shared_.tails[warp_], &tail);
       if (lane_ / 4 < l_.group) {
         const int m = i * l_.group + lane_ / 4;
         const int as = cuts.tail_kept();

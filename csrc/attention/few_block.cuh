@@ -18,7 +18,10 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
   using Base::Base;
 
   __device__ __forceinline__ void run(int item) {
-    if (kCanBeFew && has_few() ? fold_few_item(item) : this->fold_item(item)) this->finish();
+    if constexpr (kCanBeFew) {
+      if (has_few()) return run_few(item);
+    }
+    Base::run(item);
   }
 
  protected:
@@ -65,7 +68,6 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
 #pragma unroll
       for (int i = 0; i < 2; ++i) query[step][i] = good ? words[step * 8 + i * 4] ^ scale.flip : 0;
     }
-    this->find_first_tail();
     Tile tile(query, end, scale.factor, &shared_.parts[0].few.exchange);
     Softmax total;
     float2 sum[kColumns]{};
@@ -109,10 +111,10 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
   __device__ __forceinline__ bool stores_softmax() const { return warp_ == 0 && lane_ % 4 == 0; }
 
  private:
-  // `fold_item` for few pairs.
-  __device__ __forceinline__ bool fold_few_item(int item) {
+  // `run` for few pairs.
+  __device__ __forceinline__ void run_few(int item) {
     const KeyRange keys = this->keys_of(item);
-    if (this->nothing_to_do(keys)) return false;
+    if (this->nothing_to_do(keys)) return;
     const int m = lane_ / 4, row = l_.rows_of(m), first = first_partial<kDim>(l_, r_, keys.begin);
     const bool inside = row < num_rows_, shares = this->shares();
     const auto index_of = [&](int partial) {
@@ -136,7 +138,9 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
     if (fold_few(this->source_of(keys), keys.begin == 0, first, keep) && stores_softmax()) {
       (shares ? l_.partials.softmax[index_of(first)] : shared_.parts[0].softmax[m]).sum = -1.0f;
     }
-    return !shares;
+    if (shares) return;
+    sync_threads<2, kWarps * kWarpSize>();  // all warps stored their totals
+    this->finish();
   }
 };
 

@@ -33,10 +33,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
     const int64_t kv_head = head / (p.num_heads / p.num_kv_heads);
     const float* q =
         static_cast<const float*>(p.q) + (r.row + row) * p.q_row_stride + head * p.q_head_stride;
+    TailKey tail{};
     const auto locate_slot = [&](int64_t slot, Place* place) {
       return locate(p.sequences, r.index, slot, place);
     };
-    int32_t bits = find_tail_key(p, r, row, lane, locate_slot).status;
+    int32_t bits = find_tail_key(p, r, row, lane, locate_slot, &tail);
     const int64_t keys = bits ? 0 : p.position[r.row + row] + 1;
     Softmax total;
     float acc[kLaneDims] = {};

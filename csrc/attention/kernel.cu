@@ -13,10 +13,9 @@
 // With few blocks one more grid dimension distributes the splits: partials go to the caller's
 // workspace, and a second launch (merge.cuh) computes the rows' tails meanwhile and folds all
 // partials in index order. With very few blocks, and short tables, a cluster does all of that in
-// one launch, through its blocks' shared memory. Otherwise a block folds its own splits; with 64
-// dimensions three blocks share a multiprocessor, if that saves a round of blocks. All launches use
-// programmatic dependent launch: they prefetch keys into L2 (with pdl, they copy the committed
-// keys), wait for the previous kernel, and read.
+// one launch, through its blocks' shared memory. Otherwise a block folds its own splits. All
+// launches use programmatic dependent launch: they prefetch keys into L2 (with pdl, they copy the
+// committed keys), wait for the previous kernel, and read.
 //
 // Reads each key and value once per row block. head_dim 64 and 128, pages of 16 to 128 slots,
 // groups up to 8. Every address is derived from a checked page; the grid depends on shapes alone.
@@ -89,22 +88,10 @@ __device__ __forceinline__ void for_row_blocks(const Launch& l, int kv_head, int
   }
 }
 
-template <int kWarps, Residency kResidency>
-constexpr int kBlocksPerSm = kResidency == Residency::kMany ? 3
-                             : kWarps == 4                  ? 2
-                                                            : 1;
-// Registers of a thread that computes, and of one that loads, on sm_90a.
-template <int kWarps, Residency kResidency>
-constexpr int kComputing = kResidency == Residency::kMany ? 136
-                           : kWarps == 4                  ? 200
-                                                          : 224;
-template <Residency kResidency>
-constexpr int kLoading = kResidency == Residency::kMany ? 24 : 56;
-
 // Grid: (kv heads * row blocks, requests, items).
 template <typename T, int kDim, int kWarps, Residency kResidency>
 __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kWarpSize,
-                                  kBlocksPerSm<kWarps, kResidency>)
+                                  kWarps == 4 ? 2 : 1)
     attend_kernel(const __grid_constant__ Launch l) {
   using Block = FewBlock<T, kDim, kWarps, kResidency>;
   constexpr int kRows = kWarps * kMmaRows;
@@ -114,7 +101,7 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
   const auto [kv_head, first] = find_rows(l, blockIdx.x);
   if (kHopper && threadIdx.x >= kWarps * kWarpSize) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    give_registers<kLoading<kResidency>>();
+    give_registers<56>();
 #endif
     if (!l.p.pdl) {
       for_row_blocks<Block, kRows>(l, kv_head, first, shared,
@@ -127,7 +114,7 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
     });
   } else {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    take_registers<kComputing<kWarps, kResidency>>();
+    take_registers<kWarps == 4 ? 200 : 224>();
 #endif
     if (!l.p.pdl) {
       wait_for_prior_grid();
@@ -258,10 +245,9 @@ void launch(Launch l, const AttentionPlan& plan, cudaStream_t stream) {
   if (hopper) l.maps = {map_of(l.p, l.p.k), map_of(l.p, l.p.v)};
   const bool shares = l.partials.acc != nullptr;
   if (hopper && shares && plan.cluster && launch_clusters<T, kDim>(l, plan, stream)) return;
-  // Instances of blocks that share keys (64 dimensions have one for all), and of those that do not.
+  // Instances of blocks that share keys; 64 dimensions have one for all.
   constexpr Residency kAlone = kDim > 64 ? Residency::kAlone : Residency::kPacked;
   constexpr Residency kFew = kDim > 64 ? Residency::kFewPairs : Residency::kPacked;
-  constexpr Residency kMany = kDim > 64 ? Residency::kPacked : Residency::kMany;
   const Sequences& s = l.p.sequences;
   const bool few = hopper && s.num_requests <= kFewRequests &&
                    s.num_rows * l.group <= kFewPairs * s.num_requests;  // on average
@@ -271,8 +257,6 @@ void launch(Launch l, const AttentionPlan& plan, cudaStream_t stream) {
     launch_attend<T, kDim, 4, kAlone>(l, plan, hopper, stream);
   } else if (shares && few) {
     launch_attend<T, kDim, 4, kFew>(l, plan, hopper, stream);
-  } else if (hopper && !shares && plan.many) {
-    launch_attend<T, kDim, 4, kMany>(l, plan, hopper, stream);
   } else {
     launch_attend<T, kDim, 4, Residency::kPacked>(l, plan, hopper, stream);
   }

@@ -52,8 +52,7 @@ __device__ __forceinline__ void prepare_row(const Launch& l, const Request& r, i
                                             TailScratch<kDim>* scratch, MergeRow<kDim>* to) {
   const int lane = threadIdx.x % kWarpSize, head = lane / 4;
   Tail<kDim> tail;
-  const auto find = [&] { return find_tail_key(l.p, r, row, l.page_shift); };
-  attend_tail<T, kDim>(l.p, r, row, kv_head, l.group, find, scratch, &tail);
+  attend_tail<T, kDim>(l.p, r, row, kv_head, l.group, l.page_shift, scratch, &tail);
   if (lane % 4 == 0) to->softmax[head] = tail.softmax;
 #pragma unroll
   for (int n = 0; n < kDim / 8; ++n) to->acc[head][n * 4 + lane % 4] = tail.acc[n];

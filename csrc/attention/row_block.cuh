@@ -42,34 +42,24 @@ class RowBlock {
     sync_block<kWarps>();
   }
 
-  // The work of a warp that computes in an item.
+  // Folds the tile keys of one item; stores its partials, or writes the rows.
   __device__ __forceinline__ void run(int item) {
-    if (fold_item(item)) finish();
+    const KeyRange keys = keys_of(item);
+    if (nothing_to_do(keys)) return;
+    consume(source_of(keys));
+    sync_block<kWarps>();  // the ring is free, and bad_from is set
+    read_bad_from();
+    report_bad_pages();
+    if (keys.begin > 0) return invalidate_partial(first_partial<kDim>(l_, r_, keys.begin));
+    if (shares()) return store_total();
+    store_softmax();
+    sync_threads<2, kWarps * kWarpSize>();  // all warps stored their totals
+    finish();
   }
 
  protected:
   static constexpr int kRing = Memory::kRing;
   static constexpr bool kCluster = kResidency == Residency::kCluster;
-  static constexpr bool kMany = kResidency == Residency::kMany;
-
-  // Folds the tile keys of one item. Stores its partials, or returns true: the totals are in shared
-  // memory, and the block finishes the rows.
-  __device__ __forceinline__ bool fold_item(int item) {
-    const KeyRange keys = keys_of(item);
-    if (nothing_to_do(keys)) return false;
-    consume(source_of(keys));
-    sync_block<kWarps>();  // the ring is free, and bad_from is set
-    read_bad_from();
-    report_bad_pages();
-    if (keys.begin > 0) {
-      invalidate_partial(first_partial<kDim>(l_, r_, keys.begin));
-    } else if (shares()) {
-      store_total();
-    } else {
-      store_softmax();
-    }
-    return !shares();
-  }
 
   __device__ __forceinline__ bool nothing_to_do(const KeyRange& keys) const {
     return keys.begin >= keys.end && shares();
@@ -77,7 +67,6 @@ class RowBlock {
 
   // Whether other blocks have keys of these rows. A constant in kernels for such blocks only.
   __device__ __forceinline__ bool shares() const {
-    if constexpr (kMany) return false;
     return kCluster || kResidency == Residency::kFewPairs || l_.partials.acc != nullptr;
   }
 
@@ -103,25 +92,13 @@ class RowBlock {
   // Computes the tails of this block's rows, a warp each, folds them into the totals and writes the
   // rows.
   __device__ __forceinline__ void finish() {
-    sync_threads<2, kWarps * kWarpSize>();  // all warps stored their totals
     if (warp_ >= Memory::kTails) return;
     for (int i = warp_; i < num_rows_; i += Memory::kTails) {
-      const auto find = [&] { return kMany && i == warp_ ? first_tail_ : find_tail(i); };
       Tail<kDim> tail;
-      attend_tail<T, kDim>(p_, r_, row_ + i, kv_head_, l_.group, find, &shared_.tails[warp_],
-                           &tail);
+      attend_tail<T, kDim>(p_, r_, row_ + i, kv_head_, l_.group, l_.page_shift,
+                           &shared_.tails[warp_], &tail);
       if (lane_ / 4 < l_.group) store_out(i, tail);
     }
-  }
-
-  // The keys of the tail of row i of the block.
-  __device__ __forceinline__ TailKey find_tail(int i) const {
-    return find_tail_key(p_, r_, row_ + i, l_.page_shift);
-  }
-
-  // Finds the keys of the warp's first tail while the first tile is on its way.
-  __device__ __forceinline__ void find_first_tail() {
-    if (kMany && warp_ < num_rows_) first_tail_ = find_tail(warp_);
   }
 
   // Folds the first item's splits into the totals; stores each split of the other items separately.
@@ -133,7 +110,6 @@ class RowBlock {
     int partial = kCluster ? 0 : first_partial<kDim>(l_, r_, source.keys.begin);
     WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_, &shared_.sink[warp_]);
     part_.clear();
-    find_first_tail();
     const auto ends = [&](int key) { return C::starts_split(key) || key >= source.keys.end; };
     // Only two tiles are fastest one after the other, because their code is then fetched once.
     const bool many = source.keys.end - source.keys.begin > kSmall;
@@ -401,7 +377,6 @@ class RowBlock {
   Queries<kDim> queries_;
   Fragment<kDim> part_;
   Softmax total_softmax_[2];
-  TailKey first_tail_;
 };
 
 }  // namespace tlt

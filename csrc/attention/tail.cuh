@@ -10,26 +10,27 @@
 
 namespace tlt {
 
-// The keys of a row's tail, of which lane j reads key j.
+// What lane j reads: the slot of tail key j.
 struct TailKey {
-  int32_t status;  // bits, the same in all lanes
-  int count;       // keys of the tail
-  Place place;     // of this lane's key, where lane < count
+  int64_t begin;  // position of key 0
+  int count;      // keys of the tail
+  Place place;    // of this lane's key, where lane < count
 };
 
-// `locate_slot(slot, &place)` finds a slot's page and returns a status bit.
+// Returns status bits, the same in all lanes. `locate_slot(slot, &place)` finds a slot's page and
+// returns a status bit.
 template <typename Locate>
-__device__ __forceinline__ TailKey find_tail_key(const TreeAttentionParams& p, const Request& r,
-                                                 int64_t row, int lane, Locate&& locate_slot) {
+__device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, const Request& r,
+                                                 int64_t row, int lane, Locate&& locate_slot,
+                                                 TailKey* key) {
   const uint8_t* ancestors = p.ancestors + (r.row + row) * p.ancestor_stride;
   const bool has_ancestor = p.ancestors != nullptr && lane < kMaxDepth;
   int ancestor = has_ancestor ? ancestors[lane] : 0;  // loaded together with the position
   const int64_t position = p.position[r.row + row], own_slot = r.slot + row;
-  TailKey key{kStatusBadLength};
-  if (!is_valid_row(p, r, row, position)) return key;
-  const int64_t begin = tail_begin(position);
-  key.count = static_cast<int>(position - begin) + 1;
-  int64_t slot = begin + lane;
+  if (!is_valid_row(p, r, row, position)) return kStatusBadLength;
+  key->begin = tail_begin(position);
+  key->count = static_cast<int>(position - key->begin) + 1;
+  int64_t slot = key->begin + lane;
   if (p.ancestors != nullptr) {
     const int64_t depth = position - r.context;
     if (lane >= depth) ancestor = 0;
@@ -37,30 +38,14 @@ __device__ __forceinline__ TailKey find_tail_key(const TreeAttentionParams& p, c
     // Slots must rise and precede the row: whatever the array holds, only older slots are read.
     const bool rising = lane == 0 || ancestor > before;
     const bool bad = lane < depth && (!rising || r.context + ancestor >= own_slot);
-    key.status = kStatusBadTree;
-    if (__any_sync(kFullWarp, bad)) return key;
+    if (__any_sync(kFullWarp, bad)) return kStatusBadTree;
     const int64_t in_flight = slot - r.context;  // negative: a committed key
     const int index = in_flight >= 0 && in_flight < depth ? static_cast<int>(in_flight) : 0;
     const int ancestor_slot = __shfl_sync(kFullWarp, ancestor, index);
     if (in_flight >= 0) slot = in_flight < depth ? r.context + ancestor_slot : own_slot;
   }
-  const int32_t bits = lane < key.count ? locate_slot(slot, &key.place) : kStatusOk;
-  key.status = static_cast<int32_t>(__reduce_or_sync(kFullWarp, static_cast<unsigned>(bits)));
-  return key;
-}
-
-// The same, without divisions.
-__device__ __forceinline__ TailKey find_tail_key(const TreeAttentionParams& p, const Request& r,
-                                                 int64_t row, int page_shift) {
-  const auto locate_slot = [&](int64_t slot, Place* place) -> int32_t {
-    const Sequences& s = p.sequences;
-    if (slot < 0 || slot >= s.max_pages << page_shift) return kStatusBadLength;
-    const int64_t page = s.block_table[r.index * s.table_stride + (slot >> page_shift)];
-    if (page < 0 || page >= s.num_pages) return kStatusBadPage;
-    *place = {page, slot & ((1 << page_shift) - 1)};
-    return kStatusOk;
-  };
-  return find_tail_key(p, r, row, threadIdx.x % kWarpSize, locate_slot);
+  const int32_t bits = lane < key->count ? locate_slot(slot, &key->place) : kStatusOk;
+  return static_cast<int32_t>(__reduce_or_sync(kFullWarp, static_cast<unsigned>(bits)));
 }
 
 // Shared memory of one warp's tail; padded, so that ldmatrix has no bank conflicts.
@@ -165,28 +150,45 @@ __device__ __forceinline__ void add_tail_values(const float (&weight)[kTailKeys 
   }
 }
 
-// The tail of one row, whose keys `find` returns; if it cannot be computed, its sum is negative and
-// the status is set.
-template <typename T, int kDim, typename Find>
+// The tail of one row; if it cannot be computed, its sum is negative and the status is set. kWaits:
+// finds the keys first, waits for the previous kernel, and then reads what it wrote.
+template <typename T, int kDim, bool kWaits = false>
 __device__ __forceinline__ void attend_tail(const TreeAttentionParams& p, const Request& r,
-                                            int64_t row, int64_t kv_head, int group, Find&& find,
+                                            int64_t row, int64_t kv_head, int group, int page_shift,
                                             TailScratch<kDim>* scratch, Tail<kDim>* tail) {
   const int lane = threadIdx.x % kWarpSize, head = lane / 4;
   const ScoreScale scale(p.scale);
-  const T* q = static_cast<const T*>(p.q) + (r.row + row) * p.q_row_stride +
-               (kv_head * group + head) * p.q_head_stride;
-  const uint32_t* pairs = reinterpret_cast<const uint32_t*>(q) + lane % 4;
   uint32_t query[kDim / 16][2];
+  const auto read_query = [&] {
+    const T* q = static_cast<const T*>(p.q) + (r.row + row) * p.q_row_stride +
+                 (kv_head * group + head) * p.q_head_stride;
+    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(q) + lane % 4;
 #pragma unroll
-  for (int step = 0; step < kDim / 16; ++step) {
+    for (int step = 0; step < kDim / 16; ++step) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      query[step][i] = head < group ? pairs[step * 8 + i * 4] ^ scale.flip : 0;
+      for (int i = 0; i < 2; ++i) {
+        query[step][i] = head < group ? pairs[step * 8 + i * 4] ^ scale.flip : 0;
+      }
     }
+  };
+  if constexpr (!kWaits) read_query();
+  TailKey key{};
+  const auto locate_slot = [&](int64_t slot,
+                               Place* place) -> int32_t {  // `locate` without divisions
+    const Sequences& s = p.sequences;
+    if (slot < 0 || slot >= s.max_pages << page_shift) return kStatusBadLength;
+    const int64_t page = s.block_table[r.index * s.table_stride + (slot >> page_shift)];
+    if (page < 0 || page >= s.num_pages) return kStatusBadPage;
+    *place = {page, slot & ((1 << page_shift) - 1)};
+    return kStatusOk;
+  };
+  const int32_t bits = find_tail_key(p, r, row, lane, locate_slot, &key);
+  if constexpr (kWaits) {
+    wait_for_prior_grid();
+    read_query();
   }
-  const TailKey key = find();
-  if (key.status != kStatusOk) {
-    if (kv_head == 0 && lane == 0) report_on_device(p.sequences, r.index, key.status);
+  if (bits != kStatusOk) {
+    if (kv_head == 0 && lane == 0) report_on_device(p.sequences, r.index, bits);
     tail->softmax.sum = -1.0f;
     return;
   }
