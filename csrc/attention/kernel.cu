@@ -13,9 +13,10 @@
 // With few blocks one more grid dimension distributes the splits: partials go to the caller's
 // workspace, and a second launch (merge.cuh) computes the rows' tails meanwhile and folds all
 // partials in index order. With very few blocks, and short tables, a cluster does all of that in
-// one launch, through its blocks' shared memory. Otherwise a block folds its own splits. All
-// launches use programmatic dependent launch: they prefetch keys into L2 (with pdl, they copy the
-// committed keys), wait for the previous kernel, and read.
+// one launch, through its blocks' shared memory. Otherwise a block folds its own splits; with 64
+// dimensions three blocks share a multiprocessor, if that saves a round of blocks. All launches use
+// programmatic dependent launch: they prefetch keys into L2 (with pdl, they copy the committed
+// keys), wait for the previous kernel, and read.
 //
 // Reads each key and value once per row block. head_dim 64 and 128, pages of 16 to 128 slots,
 // groups up to 8. Every address is derived from a checked page; the grid depends on shapes alone.
@@ -88,11 +89,22 @@ __device__ __forceinline__ void for_row_blocks(const Launch& l, int kv_head, int
   }
 }
 
+// Blocks of a multiprocessor, and registers of a thread that computes and of one that loads; older
+// cards than sm_90a have no instance of three blocks.
+template <int kWarps, Residency kResidency>
+struct Share {
+  static constexpr bool kThree = kHopper && kResidency == Residency::kMany;
+  static constexpr int kBlocks = kThree ? 3 : kWarps == 4 ? 2 : 1;
+  static constexpr int kComputing = kThree ? 136 : kWarps == 4 ? 200 : 224;
+  static constexpr int kLoading = kThree ? 24 : 56;
+};
+
 // Grid: (kv heads * row blocks, requests, items).
 template <typename T, int kDim, int kWarps, Residency kResidency>
 __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kWarpSize,
-                                  kWarps == 4 ? 2 : 1)
+                                  Share<kWarps, kResidency>::kBlocks)
     attend_kernel(const __grid_constant__ Launch l) {
+  using Registers = Share<kWarps, kResidency>;
   using Block = FewBlock<T, kDim, kWarps, kResidency>;
   constexpr int kRows = kWarps * kMmaRows;
   extern __shared__ __align__(1024) char memory[];
@@ -101,7 +113,7 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
   const auto [kv_head, first] = find_rows(l, blockIdx.x);
   if (kHopper && threadIdx.x >= kWarps * kWarpSize) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    give_registers<56>();
+    give_registers<Registers::kLoading>();
 #endif
     if (!l.p.pdl) {
       for_row_blocks<Block, kRows>(l, kv_head, first, shared,
@@ -114,7 +126,7 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
     });
   } else {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    take_registers<kWarps == 4 ? 200 : 224>();
+    take_registers<Registers::kComputing>();
 #endif
     if (!l.p.pdl) {
       wait_for_prior_grid();
@@ -245,9 +257,10 @@ void launch(Launch l, const AttentionPlan& plan, cudaStream_t stream) {
   if (hopper) l.maps = {map_of(l.p, l.p.k), map_of(l.p, l.p.v)};
   const bool shares = l.partials.acc != nullptr;
   if (hopper && shares && plan.cluster && launch_clusters<T, kDim>(l, plan, stream)) return;
-  // Instances of blocks that share keys; 64 dimensions have one for all.
+  // Instances of blocks that share keys (64 dimensions have one for all), and of those that do not.
   constexpr Residency kAlone = kDim > 64 ? Residency::kAlone : Residency::kPacked;
   constexpr Residency kFew = kDim > 64 ? Residency::kFewPairs : Residency::kPacked;
+  constexpr Residency kMany = kDim > 64 ? Residency::kPacked : Residency::kMany;
   const Sequences& s = l.p.sequences;
   const bool few = hopper && s.num_requests <= kFewRequests &&
                    s.num_rows * l.group <= kFewPairs * s.num_requests;  // on average
@@ -257,6 +270,8 @@ void launch(Launch l, const AttentionPlan& plan, cudaStream_t stream) {
     launch_attend<T, kDim, 4, kAlone>(l, plan, hopper, stream);
   } else if (shares && few) {
     launch_attend<T, kDim, 4, kFew>(l, plan, hopper, stream);
+  } else if (hopper && !shares && plan.many) {
+    launch_attend<T, kDim, 4, kMany>(l, plan, hopper, stream);
   } else {
     launch_attend<T, kDim, 4, Residency::kPacked>(l, plan, hopper, stream);
   }
