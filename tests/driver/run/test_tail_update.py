@@ -1,6 +1,7 @@
 """The update that begins during the rollout: the same gradients, or none of them."""
 
 import copy
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -300,8 +301,14 @@ def test_a_micro_batch_that_fails_is_a_warning(start, after, monkeypatch, thread
             raise torch.OutOfMemoryError("no memory")  # its gradient is in the sums
         return done
 
+    def waits(*of):
+        advance(*of)
+        while tail.thread.running:  # else the rollout may end before the second micro-batch
+            time.sleep(1e-3)
+
     run = start(TAIL, *SPECULATION["off"])
-    run.collector.tail.threaded = threaded
+    tail, advance = run.collector.tail, run.collector.tail.advance
+    tail.threaded, tail.advance = threaded, waits
     as_many_threads(monkeypatch)
     monkeypatch.setattr(PolicyTrainer, "backward", failing)
     with pytest.warns(UserWarning, match="update in the tail: OutOfMemoryError: no memory"):
