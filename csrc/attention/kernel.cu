@@ -89,22 +89,23 @@ __device__ __forceinline__ void for_row_blocks(const Launch& l, int kv_head, int
   }
 }
 
-// Blocks of a multiprocessor, and registers of a thread that computes and of one that loads; older
-// cards than sm_90a have no instance of three blocks.
+// Blocks of a multiprocessor, and on sm_90a registers of a thread that computes and of one that
+// loads. Only sm_90a runs the instance of three blocks.
 template <int kWarps, Residency kResidency>
-struct Share {
-  static constexpr bool kThree = kHopper && kResidency == Residency::kMany;
+struct Occupancy {
+  static constexpr bool kThree = kHopper && kResidency == Residency::kThree;
   static constexpr int kBlocks = kThree ? 3 : kWarps == 4 ? 2 : 1;
   static constexpr int kComputing = kThree ? 136 : kWarps == 4 ? 200 : 224;
   static constexpr int kLoading = kThree ? 24 : 56;
+  static_assert(kBlocks * kWarpSize * (kWarps * kComputing + kProducerWarps * kLoading) <= 1 << 16);
 };
 
 // Grid: (kv heads * row blocks, requests, items).
 template <typename T, int kDim, int kWarps, Residency kResidency>
 __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kWarpSize,
-                                  Share<kWarps, kResidency>::kBlocks)
+                                  Occupancy<kWarps, kResidency>::kBlocks)
     attend_kernel(const __grid_constant__ Launch l) {
-  using Registers = Share<kWarps, kResidency>;
+  using Registers = Occupancy<kWarps, kResidency>;
   using Block = FewBlock<T, kDim, kWarps, kResidency>;
   constexpr int kRows = kWarps * kMmaRows;
   extern __shared__ __align__(1024) char memory[];
@@ -257,10 +258,10 @@ void launch(Launch l, const AttentionPlan& plan, cudaStream_t stream) {
   if (hopper) l.maps = {map_of(l.p, l.p.k), map_of(l.p, l.p.v)};
   const bool shares = l.partials.acc != nullptr;
   if (hopper && shares && plan.cluster && launch_clusters<T, kDim>(l, plan, stream)) return;
-  // Instances of blocks that share keys (64 dimensions have one for all), and of those that do not.
+  // Instances that only one head_dim has; for the other one they are kPacked.
   constexpr Residency kAlone = kDim > 64 ? Residency::kAlone : Residency::kPacked;
   constexpr Residency kFew = kDim > 64 ? Residency::kFewPairs : Residency::kPacked;
-  constexpr Residency kMany = kDim > 64 ? Residency::kPacked : Residency::kMany;
+  constexpr Residency kThree = kDim > 64 ? Residency::kPacked : Residency::kThree;
   const Sequences& s = l.p.sequences;
   const bool few = hopper && s.num_requests <= kFewRequests &&
                    s.num_rows * l.group <= kFewPairs * s.num_requests;  // on average
@@ -270,8 +271,8 @@ void launch(Launch l, const AttentionPlan& plan, cudaStream_t stream) {
     launch_attend<T, kDim, 4, kAlone>(l, plan, hopper, stream);
   } else if (shares && few) {
     launch_attend<T, kDim, 4, kFew>(l, plan, hopper, stream);
-  } else if (hopper && !shares && plan.many) {
-    launch_attend<T, kDim, 4, kMany>(l, plan, hopper, stream);
+  } else if (hopper && plan.three) {
+    launch_attend<T, kDim, 4, kThree>(l, plan, hopper, stream);
   } else {
     launch_attend<T, kDim, 4, Residency::kPacked>(l, plan, hopper, stream);
   }

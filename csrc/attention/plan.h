@@ -15,7 +15,7 @@ struct AttentionPlan {
   int64_t tail_warps;   // warps of a merge block that compute tails
   int64_t workspace_bytes;
   bool alone;    // no multiprocessor has two blocks
-  bool many;     // if blocks share no keys, a multiprocessor should have three of them
+  bool three;    // three blocks a multiprocessor save a round; they share no keys
   bool cluster;  // one launch of clusters, if the card can run it
 };
 

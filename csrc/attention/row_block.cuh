@@ -60,7 +60,7 @@ class RowBlock {
  protected:
   static constexpr int kRing = Memory::kRing;
   static constexpr bool kCluster = kResidency == Residency::kCluster;
-  static constexpr bool kMany = kResidency == Residency::kMany;
+  static constexpr bool kThree = kResidency == Residency::kThree;
 
   __device__ __forceinline__ bool nothing_to_do(const KeyRange& keys) const {
     return keys.begin >= keys.end && shares();
@@ -68,7 +68,7 @@ class RowBlock {
 
   // Whether other blocks have keys of these rows. A constant in kernels where all or none do.
   __device__ __forceinline__ bool shares() const {
-    if constexpr (kMany) return false;
+    if constexpr (kThree) return false;
     return kCluster || kResidency == Residency::kFewPairs || l_.partials.acc != nullptr;
   }
 
@@ -113,9 +113,9 @@ class RowBlock {
     WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_, &shared_.sink[warp_]);
     part_.clear();
     const auto ends = [&](int key) { return C::starts_split(key) || key >= source.keys.end; };
-    // Only two tiles are fastest one after the other, because their code is then fetched once. Of
-    // three blocks a multiprocessor none has the registers for two tiles at once.
-    const bool many = !kMany && source.keys.end - source.keys.begin > kSmall;
+    // Only two tiles are fastest one after the other, because their code is then fetched once. With
+    // three blocks a multiprocessor there are no registers for two tiles at once.
+    const bool many = !kThree && source.keys.end - source.keys.begin > kSmall;
     for (int key = source.keys.begin; key < source.keys.end; key += kTile) {
       tile.fold_keys(key, stream.acquire_keys());
       stream.release_keys();

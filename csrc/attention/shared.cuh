@@ -10,9 +10,9 @@ namespace tlt {
 
 // What shares a multiprocessor with a block. kPacked: another block, if blocks have four warps;
 // kFewPairs: the same, in the kernel of blocks that share keys and have few pairs of 128
-// dimensions; kMany: two more blocks of the kernel for blocks of 64 dimensions that share no keys;
+// dimensions; kThree: two more blocks, in the kernel of blocks of 64 dimensions that share no keys;
 // kAlone: only a block of the merge; kCluster: another block of a cluster.
-enum class Residency { kPacked, kFewPairs, kMany, kAlone, kCluster };
+enum class Residency { kPacked, kFewPairs, kThree, kAlone, kCluster };
 
 // Tiles of the ring, from the shared memory available to a block.
 template <int kWarps, bool kHopper, Residency kResidency>
