@@ -79,7 +79,7 @@ def tree_attention(
             None: a chain, where the row at position p sits at slot p and attends to slots 0 .. p.
         scale: factor of the scores; None = 1 / sqrt(head_dim).
         lse: float32 [rows, num_heads] or None; log of the sum of exponentials, natural.
-        workspace: uint8 [>= `attention_workspace_bytes`] on a GPU, at a multiple of 16 bytes, or
+        workspace: uint8 [>= `attention_workspace_bytes`] on a GPU, aligned to 16 bytes, or
             None. With it the keys of a small batch are shared among the multiprocessors; the bits
             are the same. The CPU does not need it.
         pdl: programmatic dependent launch, on a GPU of compute capability 9.0 or higher (no effect

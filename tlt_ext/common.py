@@ -32,7 +32,7 @@ class Status(enum.IntFlag):
 
     OK = 0
     NAN_LOGITS = 1  # a NaN or +inf logit, no finite logit, or a NaN temperature
-    BAD_TREE = 2  # a parent or ancestor that is no earlier row or node
+    BAD_TREE = 2  # a parent or ancestor that is not an earlier row or node
     BAD_TOKEN = 4  # a drafted token or d2t entry outside the vocabulary
     BAD_PAGE = 8  # a page id outside the cache
     BAD_LENGTH = 16  # a length or position outside its table

@@ -116,7 +116,7 @@ def verify_tree(
         limit: [requests] int32, the most tokens to emit now; 0 emits nothing.
         seed: the run's 64-bit seed.
         vocab_size: ids at or past it are padding and never read; default is the width of logits.
-        workspace: [>= sampling_workspace_bytes(rows)] uint8 at a multiple of 16 bytes, scratch with
+        workspace: [>= sampling_workspace_bytes(rows)] uint8, aligned to 16 bytes, scratch with
             which a GPU draws all rows at once if there are at most 64 (of a small vocabulary, as
             many as the card has multiprocessors). Without it, or with more rows, each request draws
             along its path, one row after another; the bits are the same. The CPU needs none.
