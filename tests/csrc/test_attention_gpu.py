@@ -249,7 +249,7 @@ def test_rows_of_few_pairs_of_128_dimensions_are_their_own(name, tree):
 def test_rows_of_many_requests_are_their_own(tree, batch):
     """Blocks of 64 dimensions, three a multiprocessor, where two would take a round more."""
     draw = kit.generator(batch)
-    few = batch != 132  # or up to three row blocks of a request
+    few = batch != 132  # else requests have up to three row blocks
     counts = torch.tensor([1, 2, 5, 0, 8, 13] if few else [1, 21, 22, 43, 2, 5])
     rows = counts[torch.randint(len(counts), (batch,), generator=draw)].tolist()
     roots = torch.tensor(ROOTS)[torch.randint(len(ROOTS), (batch,), generator=draw)].tolist()
