@@ -76,16 +76,20 @@ def test_groups_that_are_replaced_take_the_prompts_drawn_ahead(start, monkeypatc
     words = ("engine.strategies=off", "grpo.max_refills=1", "run.steps=3")
     alone, beside = start(*words), with_device(start(*words))
     per_step = beside.config.grpo.prompts_per_step
-    for run in (alone, beside):  # every other group has equal rewards
+    each = beside.config.grpo.samples_per_prompt
+    for run in (alone, beside):  # every third group has equal rewards
         reward = run.task.reward
         monkeypatch.setattr(
             run.task,
             "reward",
-            lambda p, *of, reward=reward: reward(p, *of) * (int(p.id.split("/")[-1]) % 2),
+            lambda p, *of, reward=reward: reward(p, *of) * (int(p.id.split("/")[-1]) % 3),
         )
     for step in range(2):
         wanted, got = (run.collector.gather(step) for run in (alone, beside))
-        assert got == wanted and got.refills == 1 and len(got.prompts) > per_step
+        assert got == wanted and got.refills == 1
+        mixed = [int(p.id.split("/")[-1]) % 3 > 0 for p in got.prompts]
+        assert got.keep == [kept for kept in mixed for _ in range(each)]
+        assert len(mixed) == 2 * per_step - sum(mixed[:per_step]) > per_step
         drawn = beside.collector.prompts_drawn
         assert alone.drawn == list(range(drawn))
         assert beside.drawn == list(range(drawn + len(beside.collector._ahead)))
