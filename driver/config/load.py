@@ -69,7 +69,7 @@ def load_config(argv: Sequence[str], *, saved: bool = False) -> Config:
         return _from_texts(preset, types, texts | words)
     except UserError as error:
         if saved and str(error).partition(":")[0] not in words:
-            raise UserError(f"{preset}: {error}; restore it") from None
+            raise UserError(f"{preset}: {error}; restore or correct it") from None
         raise
 
 

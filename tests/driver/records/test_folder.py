@@ -289,8 +289,8 @@ def test_resume_refuses_other_settings_and_missing_runs(tmp_path):
     with pytest.raises(UserError, match="run.resume: .*/b contains no run"):
         RunFolder(config(tmp_path, "run.name=b", "run.resume=true"))
     for text, reason in (
-        ("run: {steps: many}", "run.steps: must be an integer, got 'many'; restore it"),
-        ("spot: {every: 0}", "spot.every: must be at least 1, got 0; restore it"),
+        ("run: {steps: many}", "run.steps: must be an integer, got 'many'; restore or correct it"),
+        ("spot: {every: 0}", "spot.every: must be at least 1, got 0; restore or correct it"),
         ("run: [", "not YAML"),
     ):
         (tmp_path / "a" / "config.yaml").write_text(text)
