@@ -329,9 +329,10 @@ def test_new_weights_drop_what_the_old_ones_computed(policy):
     assert {r.version for r in got} == {1}
 
 
-def test_recorded_features_are_those_of_a_fresh_forward(policy):
-    """Fault 37: the training data of the drafter, against hidden states of transformers."""
-    made = make_rollout(policy)
+@pytest.mark.parametrize(("mode", "parts"), [("serial", 4), ("off", 3)])
+def test_recorded_features_are_those_of_a_fresh_forward(policy, mode, parts):
+    """Fault 37: the data that drafts and training read, against hidden states of transformers."""
+    made = make_rollout(policy, f"spot.mode={mode}")
     taken = []
     made.engine.observer = observer(
         lambda s: taken.append((list(s.tokens), s.context_len, gather(made, s).clone()))
@@ -339,11 +340,11 @@ def test_recorded_features_are_those_of_a_fresh_forward(policy):
     made.engine.bandit = Choose("off", "ngram:6,4,16", "learned:4,3,12")
     made.spot.swap()
     made.engine.generate(requests(count=4))
-    layers = made.target.feature_layers
+    layers = [*made.target.feature_layers, policy.config.num_hidden_layers - 1][:parts]
     assert len(taken) == 4
     for tokens, context_len, features in taken:
         assert context_len == len(tokens) - 1
-        states = hidden_states(policy, [*layers, policy.config.num_hidden_layers - 1], tokens[:-1])
+        states = hidden_states(policy, layers, tokens[:-1])
         fresh = torch.cat([s.view(context_len, -1) for s in states], -1)
         assert torch.allclose(features, fresh, atol=2e-4)
 
