@@ -54,7 +54,7 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
     const ScoreScale scale(p_.scale);
     const int m = lane_ / 4, row = l_.rows_of(m);
     const bool inside = row < num_rows_;
-    const int64_t at = r_.row + row_ + (inside ? row : 0);
+    const int at = r_.row + row_ + (inside ? row : 0);
     const int position = p_.position[at];
     const bool good = inside && is_valid_row(p_, r_, at - r_.row, position);
     const int end = good ? static_cast<int>(tail_begin(position)) : kNoRow;
@@ -102,7 +102,7 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
   }
 
   // The head of the lane's pair; any head if there is none.
-  __device__ __forceinline__ int64_t head() const {
+  __device__ __forceinline__ int head() const {
     const int m = lane_ / 4, row = l_.rows_of(m);
     return kv_head_ * l_.group + (row < num_rows_ ? m - row * l_.group : 0);
   }

@@ -83,7 +83,7 @@ __device__ __forceinline__ void for_row_blocks(const Launch& l, int kv_head, int
     report_on_device(l.p.sequences, r.index, kStatusBadLength);
   }
   const int block_rows = l.rows_of(kRows);
-  for (int64_t row = first * block_rows; row < r.num_rows; row += l.row_blocks * block_rows) {
+  for (int row = first * block_rows; row < r.num_rows; row += l.row_blocks * block_rows) {
     Block block(l, r, kv_head, row, shared, &cursor);
     f(block);
   }
