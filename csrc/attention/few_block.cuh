@@ -17,11 +17,14 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
  public:
   using Base::Base;
 
+  // The work of a computing warp in an item. The code of `finish` is large, so it is here once.
   __device__ __forceinline__ void run(int item) {
-    if constexpr (kCanBeFew) {
-      if (has_few()) return run_few(item);
-    }
-    Base::run(item);
+    const KeyRange keys = this->keys_of(item);
+    if (this->nothing_to_do(keys)) return;
+    fold_tiles(keys);
+    if (this->shares()) return;
+    sync_threads<2, kWarps * kWarpSize>();  // all warps stored their totals
+    this->finish();
   }
 
  protected:
@@ -111,10 +114,14 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
   __device__ __forceinline__ bool stores_softmax() const { return warp_ == 0 && lane_ % 4 == 0; }
 
  private:
-  // `run` for few pairs.
-  __device__ __forceinline__ void run_few(int item) {
-    const KeyRange keys = this->keys_of(item);
-    if (this->nothing_to_do(keys)) return;
+  __device__ __forceinline__ void fold_tiles(const KeyRange& keys) {
+    if constexpr (kCanBeFew) {
+      if (has_few()) return fold_few_tiles(keys);
+    }
+    Base::fold_tiles(keys);
+  }
+
+  __device__ __forceinline__ void fold_few_tiles(const KeyRange& keys) {
     const int m = lane_ / 4, row = l_.rows_of(m), first = first_partial<kDim>(l_, r_, keys.begin);
     const bool inside = row < num_rows_, shares = this->shares();
     const auto index_of = [&](int partial) {
@@ -138,9 +145,6 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
     if (fold_few(this->source_of(keys), keys.begin == 0, first, keep) && stores_softmax()) {
       (shares ? l_.partials.softmax[index_of(first)] : shared_.parts[0].softmax[m]).sum = -1.0f;
     }
-    if (shares) return;
-    sync_threads<2, kWarps * kWarpSize>();  // all warps stored their totals
-    this->finish();
   }
 };
 

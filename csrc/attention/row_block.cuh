@@ -42,10 +42,8 @@ class RowBlock {
     sync_block<kWarps>();
   }
 
-  // Folds the tile keys of one item; stores its partials, or writes the rows.
-  __device__ __forceinline__ void run(int item) {
-    const KeyRange keys = keys_of(item);
-    if (nothing_to_do(keys)) return;
+  // Folds the tile keys of one item. Stores its partials, or the totals that `finish` needs.
+  __device__ __forceinline__ void fold_tiles(const KeyRange& keys) {
     consume(source_of(keys));
     sync_block<kWarps>();  // the ring is free, and bad_from is set
     read_bad_from();
@@ -53,8 +51,6 @@ class RowBlock {
     if (keys.begin > 0) return invalidate_partial(first_partial<kDim>(l_, r_, keys.begin));
     if (shares()) return store_total();
     store_softmax();
-    sync_threads<2, kWarps * kWarpSize>();  // all warps stored their totals
-    finish();
   }
 
  protected:
@@ -69,7 +65,8 @@ class RowBlock {
   // Whether other blocks have keys of these rows. A constant in kernels where all or none do.
   __device__ __forceinline__ bool shares() const {
     if constexpr (kThree) return false;
-    return kCluster || kResidency == Residency::kFewPairs || l_.partials.acc != nullptr;
+    constexpr bool kAlone = kResidency == Residency::kAlone;
+    return kCluster || kAlone || kResidency == Residency::kFewPairs || l_.partials.acc != nullptr;
   }
 
   // Keys to prefetch, 64 KB with their values: more would delay the previous launch, which still
