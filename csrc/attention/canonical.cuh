@@ -79,7 +79,8 @@ __device__ __forceinline__ float lse_of(const Softmax& s) {
 // One request of the launch, as a block reads it. A bad row_start leaves it no rows; with bad
 // lengths each row is reported (is_valid_row).
 struct Request {
-  int index, row, num_rows, context, slot;  // first row, its slot; negative: bad lengths
+  int index, row, num_rows, context;
+  int slot;  // of the first row; -1 if the lengths are bad or pass the table
   bool good;
 };
 
@@ -94,25 +95,26 @@ __device__ __forceinline__ Request read_request(const TreeAttentionParams& p, in
   r.num_rows = r.good ? end - r.row : 0;
   r.context = __ldcg(s.context_len + index);
   const int base = s.slot_base == nullptr ? 0 : __ldcg(s.slot_base + index);
-  const bool good = r.context >= 0 && base >= 0 && r.context <= p.slots - base;
-  r.slot = good ? r.context + base : -1;
+  const bool fits = r.context >= 0 && base >= 0 && r.context <= p.num_slots - base;
+  r.slot = fits ? r.context + base : -1;
   return r;
 }
 
-// Whether a row's position and slot match and lie inside the table.
+// Whether a row's position and slot match and lie inside the table. Since no slot reaches
+// kMaxTileKeys, a negative position does not pass for a large one.
 __device__ __forceinline__ bool is_valid_row(const TreeAttentionParams& p, const Request& r,
                                              int row, int position) {
   const unsigned slot = static_cast<unsigned>(r.slot) + row;
-  if (r.slot < 0 || slot >= static_cast<unsigned>(p.slots)) return false;
+  if (r.slot < 0 || slot >= static_cast<unsigned>(p.num_slots)) return false;
   const unsigned at = position;
   return p.ancestors == nullptr ? at == slot : at - r.context <= unsigned{kMaxDepth};
 }
 
-// An upper bound of the positions of a request's rows below `row_end`, at most kMaxTileKeys.
-// Arbitrary for a request without a valid slot.
+// An upper bound of the positions of a request's rows up to `row`, at most kMaxTileKeys. Arbitrary
+// for a request without a valid slot.
 __device__ __forceinline__ uint32_t last_position(const TreeAttentionParams& p, const Request& r,
-                                                  uint32_t row_end) {
-  const uint32_t last = p.ancestors == nullptr ? r.slot + row_end : r.context + kMaxDepth;
+                                                  uint32_t row) {
+  const uint32_t last = p.ancestors == nullptr ? r.slot + row : r.context + uint32_t{kMaxDepth};
   return min(last, uint32_t{kMaxTileKeys});
 }
 
@@ -122,7 +124,7 @@ __device__ __forceinline__ int tile_keys(const TreeAttentionParams& p, const Req
                                          int row_end) {
   if (r.slot < 0) return 0;
   const uint32_t keys = tail_begin(last_position(p, r, row_end - 1));
-  return static_cast<int>(min(keys, p.slots & ~(kStep - 1u)));
+  return static_cast<int>(min(keys, p.num_slots & ~(kStep - 1u)));
 }
 
 }  // namespace tlt

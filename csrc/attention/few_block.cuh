@@ -1,8 +1,8 @@
 // A block whose rows have at most eight (row, head) pairs folds its keys with FewTile or, in the
-// kernel for few pairs of 128 dimensions, FewKeysTile, four warps together; other blocks are
-// RowBlocks. Lane 4 m + q of every warp has pair m = row * group + head; of the results its warp
-// has a quarter of the dimensions. The results lie where a RowBlock has those of its first warp's
-// low rows, so that the same code finishes and merges them.
+// kernel for few pairs of 128 dimensions, FewKeysTile, four warps together; others use
+// RowBlock::fold_tiles. Lane 4 m + q of every warp has pair m = row * group + head; of the results
+// its warp has a quarter of the dimensions. The results lie where a RowBlock has those of its first
+// warp's low rows, so that the same code finishes and merges them.
 #pragma once
 
 #include "attention/few_keys.cuh"

@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
       Place place;
       return locate(p.sequences, r.index, slot, &place);
     };
-    int count;
-    int32_t bits = find_tail_keys(p, r, row, lane, locate_slot, &count);
+    int tail_keys;
+    int32_t bits = find_tail_keys(p, r, row, lane, locate_slot, &tail_keys);
     const int64_t keys = bits ? 0 : p.position[r.row + row] + 1;
     Softmax total;
     float acc[kLaneDims] = {};

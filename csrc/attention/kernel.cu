@@ -82,8 +82,8 @@ __device__ __forceinline__ void for_row_blocks(const Launch& l, int kv_head, int
     wait_for_prior_grid();
     report_on_device(l.p.sequences, r.index, kStatusBadLength);
   }
-  const int block_rows = l.rows_of(kRows);
-  for (int row = first * block_rows; row < r.num_rows; row += l.row_blocks * block_rows) {
+  const unsigned block_rows = l.rows_of(kRows), num_rows = r.num_rows;
+  for (unsigned row = first * block_rows; row < num_rows; row += l.row_blocks * block_rows) {
     Block block(l, r, kv_head, row, shared, &cursor);
     f(block);
   }

@@ -60,7 +60,7 @@ __device__ __forceinline__ void prepare_row(const Launch& l, const Request& r, i
   int count = 0;
   if (is_valid_row(l.p, r, row, position)) {
     using C = Cuts<kDim>;
-    const auto splits = static_cast<int>(C::splits_below(tail_begin(position)));
+    const auto splits = C::splits_below(tail_begin(position));
     const auto first = static_cast<int>(C::splits_below(item_begin<kDim>(l, r, 1)));
     count = splits == 0 ? 0 : splits <= first ? 1 : splits - first + 1;
   }

@@ -103,7 +103,8 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
     }
   }
   const double softmax_scale = scale.value_or(1.0 / std::sqrt(static_cast<double>(q.shape[2])));
-  const int64_t slots = std::min<int64_t>(sequences.max_pages * sequences.page_size, kMaxTileKeys);
+  const int64_t num_slots =
+      std::min<int64_t>(sequences.max_pages * sequences.page_size, kMaxTileKeys);
   const TreeAttentionParams params{q.data,
                                    out.data,
                                    lse.ptr<float>(),
@@ -121,7 +122,7 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
                                    out.stride[1],
                                    lse.stride[0],
                                    ancestors.stride[0],
-                                   static_cast<int>(slots),
+                                   static_cast<int>(num_slots),
                                    static_cast<float>(softmax_scale),
                                    q.dtype,
                                    pdl};

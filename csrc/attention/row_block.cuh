@@ -153,7 +153,8 @@ class RowBlock {
 
   // No row's tile keys end before this position.
   __device__ __forceinline__ int smallest_end() const {
-    return static_cast<int>(tail_begin(p_.ancestors == nullptr ? r_.slot + row_ : r_.context));
+    const uint32_t context = r_.context, slot = r_.slot;
+    return static_cast<int>(tail_begin(p_.ancestors == nullptr ? slot + row_ : context));
   }
 
   // Loads all queries and positions before it uses any; with pdl it first computes what does not

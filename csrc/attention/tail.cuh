@@ -1,8 +1,9 @@
 // The last keys of one row, for the query heads of one kv head: one warp, mma.sync.
 //
 // Keys and values are gathered from their slots in position order, so that tail key j is column j
-// of the scores whatever its slot is. Of the 16 rows of an MMA the first ones are the query heads
-// and the others are zeros. Checks everything that the row depends on.
+// of the scores whatever its slot is. Of the 16 rows of an MMA the first ones are the query heads,
+// the others up to the eighth repeat the last head, and the rest are zeros. Checks everything that
+// the row depends on.
 #pragma once
 
 #include "attention/canonical.cuh"
@@ -10,8 +11,8 @@
 
 namespace tlt {
 
-// Finds the slots of a row's tail and counts them. Lane j calls locate_slot(slot of key j), which
-// returns a status bit. Returns all status bits, the same in all lanes.
+// Finds the slots of a row's tail. Lane j calls locate_slot(slot of key j), which returns a status
+// bit. Returns all status bits, the same in all lanes; `count` is set if the row is valid.
 template <typename Locate>
 __device__ __forceinline__ int32_t find_tail_keys(const TreeAttentionParams& p, const Request& r,
                                                   int row, int lane, Locate&& locate_slot,
@@ -43,8 +44,10 @@ __device__ __forceinline__ int32_t find_tail_keys(const TreeAttentionParams& p, 
 
 // Where the key and the value of a slot begin, for a kv head.
 struct alignas(16) TailAddress {
-  const char *key, *value;
+  const void *key, *value;
 };
+static_assert(sizeof(TailAddress) == sizeof(uint4));
+static_assert(kTailKeys == kWarpSize, "a lane finds one key");
 
 // Keys or values in shared memory; padded, so that ldmatrix has no bank conflicts.
 template <int kDim>
@@ -70,18 +73,20 @@ struct Tail {
 // Copies the keys or the values, whose addresses are in the scratch; a few lanes per key.
 template <int kDim>
 __device__ __forceinline__ void stage_tail(int count, TailScratch<kDim>* scratch,
-                                           const char* TailAddress::* from, TailRows<kDim>* to) {
+                                           const void* TailAddress::* from, TailRows<kDim>* to) {
   constexpr int kLanesAKey = kDim / 8, kKeysAtOnce = kWarpSize / kLanesAKey, kBatch = 8;
+  static_assert(kTailKeys % (kBatch * kKeysAtOnce) == 0);
   const int lane = threadIdx.x % kWarpSize, vector = lane % kLanesAKey;
 #pragma unroll
   for (int first = lane / kLanesAKey; first < kTailKeys; first += kBatch * kKeysAtOnce) {
-    const char* at[kBatch];  // copies between these reads would wait
+    const void* at[kBatch];  // all are read first: each copy would wait for its own
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) at[i] = scratch->address(first + i * kKeysAtOnce).*from;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int j = first + i * kKeysAtOnce;
-      copy_async_16(shared_address(&(*to)[j][vector]), at[i] + vector * 16, j < count);
+      copy_async_16(shared_address(&(*to)[j][vector]), static_cast<const uint4*>(at[i]) + vector,
+                    j < count);
     }
   }
   commit_copies();
@@ -180,16 +185,16 @@ __device__ __forceinline__ void attend_tail(const TreeAttentionParams& p, const 
   };
   if constexpr (!kWaits) read_query();
   __syncwarp();  // the scratch of the warp's previous row is no longer used
+  scratch->address(lane) = {p.k.data, p.v.data};       // past the tail nothing is read there
   const auto locate_slot = [&](int slot) -> int32_t {  // `locate` without divisions
     const Sequences& s = p.sequences;
-    if (static_cast<unsigned>(slot) >= static_cast<unsigned>(p.slots)) return kStatusBadLength;
+    if (static_cast<unsigned>(slot) >= static_cast<unsigned>(p.num_slots)) return kStatusBadLength;
     const int page = s.block_table[r.index * s.table_stride + (slot >> page_shift)];
     if (page < 0 || page >= s.num_pages) return kStatusBadPage;
     const unsigned offset = slot & ((1 << page_shift) - 1);
     const auto address = [&](const PagedCache& cache) {
-      return static_cast<const char*>(cache.data) +
-             2 * (static_cast<unsigned>(page) * cache.page_stride + offset * cache.slot_stride +
-                  kv_head * cache.head_stride);
+      return static_cast<const T*>(cache.data) + static_cast<unsigned>(page) * cache.page_stride +
+             offset * cache.slot_stride + kv_head * cache.head_stride;
     };
     scratch->address(lane) = {address(p.k), address(p.v)};
     return kStatusOk;
