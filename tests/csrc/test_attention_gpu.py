@@ -359,6 +359,78 @@ def test_bad_pages_of_few_pairs_are_reported(name, where, share, slots):
         assert (out[rows:] == 0).all() and (lse[rows:] == -torch.inf).all()
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("heads", "times"),  # one launch, three blocks a multiprocessor, two launches, eight warps
+    [((12, 2, 64), 1), ((12, 2, 64), 70), ((4, 4, 128), 1), ((32, 8, 128), 1), ((8, 1, 128), 1)],
+)
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("tree", [True, False])
+def test_bad_rows_do_not_hurt_others_of_their_block(tree, share, heads, times):
+    """Rows with a bad position, bad ancestors or a bad page in the tail alone, and good ones."""
+    shape = (*heads, 16, torch.bfloat16)
+    case = make_case([197, 40] * times, [13, 5] * times, shape, tree=tree)
+    expected, expected_lse, _ = attend(case, share=share)
+    case["position"][torch.tensor([0, 6, 13]).cuda()] += 40
+    case["block_table"][0, 13] = -1  # from slot 208 on, of rows 11 and 12
+    bad, bits = [0, 6, 11, 12, 13], Status.BAD_LENGTH | Status.BAD_PAGE
+    if tree:
+        case["position"][9], case["ancestors"][9, 0] = 198, 255
+        bad, bits = [*bad, 9], bits | Status.BAD_TREE
+    hurt = torch.zeros(len(expected), dtype=torch.bool, device="cuda")
+    hurt[bad] = True
+    out, lse, status = attend(case, share=share)
+    assert status.tolist() == [bits, Status.BAD_LENGTH] + [Status.OK] * (2 * times - 2)
+    assert (out[hurt] == 0).all() and (lse[hurt] == -torch.inf).all()
+    assert kit.same_bits(out[~hurt], expected[~hurt])
+    assert kit.same_bits(lse[~hurt], expected_lse[~hurt])
+    bare = torch.full_like(out, float("nan"))
+    workspace = workspace_for(case) if share else None
+    flat.tree_attention(**case, out=bare, status=status, workspace=workspace)  # without lse
+    assert kit.same_bits(bare, out)
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("shape", ["12/2x64", "32/8x128"])
+@pytest.mark.parametrize(
+    ("context", "base"),
+    [(-1, 0), (2**31 - 1, 0), (2**31 - 1, 1), (197, -1), (197, 2**31 - 1), (9000, 0), (197, 9000)],
+)
+def test_lengths_are_checked_as_on_the_cpu(context, base, shape, share):
+    case = make_case([40, 197], [5, 13], SHAPES[shape])
+    expected, _, _ = attend(case, share=share)
+    case["context_len"][1], case["position"][5:] = context, context
+    case["slot_base"] = torch.tensor([0, base], dtype=torch.int32).cuda()
+    on_cpu = {name: x.cpu() for name, x in case.items()}
+    wanted = torch.zeros(2, dtype=torch.int32)
+    flat.tree_attention(**on_cpu, out=torch.empty_like(on_cpu["q"]), status=wanted)
+    out, lse, status = attend(case, share=share)
+    assert status.tolist() == wanted.tolist() == [Status.OK, Status.BAD_LENGTH]
+    assert kit.same_bits(out[:5], expected[:5])
+    assert (out[5:] == 0).all() and (lse[5:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("shape", ["12/2x64", "32/8x128"])
+def test_arrays_may_be_strided(shape, share):
+    """q, out and both caches inside larger arrays full of NaN; the caches' strides differ."""
+    case = make_case([197, 40], [13, 5], SHAPES[shape])
+
+    def inside(x, spare):
+        larger = torch.full([n + spare for n in x.shape], float("nan"), dtype=x.dtype).cuda()
+        return larger[tuple(slice(spare, None) for _ in x.shape)].copy_(x)
+
+    expected, expected_lse, _ = attend(case, share=share)
+    spares = {"q": 8, "k_cache": 8, "v_cache": 16}
+    strided = case | {name: inside(case[name], spare) for name, spare in spares.items()}
+    out, lse = inside(torch.zeros_like(expected), 8), torch.empty_like(expected_lse)
+    status = torch.zeros(2, dtype=torch.int32, device="cuda")
+    workspace = workspace_for(case) if share else None
+    flat.tree_attention(**strided, out=out, lse=lse, status=status, workspace=workspace)
+    assert not status.any()
+    assert kit.same_bits(out, expected) and kit.same_bits(lse, expected_lse)
+
+
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("shape", ["9/3x64", "32/8x128"])
 def test_no_page_of_an_empty_cache_is_read(shape, share):
