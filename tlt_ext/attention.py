@@ -73,8 +73,8 @@ def tree_attention(
         v_cache: like k_cache.
         out: like q. Padding rows keep their values.
         rows: all fields. position: at most context_len + 16 in a tree, the row's slot in a chain.
-            status: BAD_PAGE, BAD_LENGTH (also for a slot of 2^31 - 2048 or more) and BAD_TREE
-            (ancestors not rising, or not before the row) make the row's out 0 and its lse -inf.
+            status: BAD_PAGE, BAD_LENGTH and BAD_TREE (ancestors not rising, or not before the row)
+            make the row's out 0 and its lse -inf.
         ancestors: uint8 [rows, 16], as in `Tree`; the depth of a row is position - context_len.
             None: a chain, where the row at position p sits at slot p and attends to slots 0 .. p.
         scale: factor of the scores; None = 1 / sqrt(head_dim).

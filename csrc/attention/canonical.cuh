@@ -79,52 +79,53 @@ __device__ __forceinline__ float lse_of(const Softmax& s) {
 // One request of the launch, as a block reads it. A bad row_start leaves it no rows; with bad
 // lengths each row is reported (is_valid_row).
 struct Request {
-  int index, row, num_rows, context;
-  int slot;  // of the first row; -1 if the lengths are bad or pass the table
+  int64_t index, row, num_rows, context, slot;  // first row, its slot
   bool good;
 };
 
 // Bypasses L1, which may hold values from before the kernel waited for the previous one.
-__device__ __forceinline__ Request read_request(const TreeAttentionParams& p, int index) {
+__device__ __forceinline__ Request read_request(const TreeAttentionParams& p, int64_t index) {
   const Sequences& s = p.sequences;
   Request r;
   r.index = index;
   r.row = __ldcg(s.row_start + index);
-  const int end = __ldcg(s.row_start + index + 1);
+  const int64_t end = __ldcg(s.row_start + index + 1);
   r.good = 0 <= r.row && r.row <= end && end <= s.num_rows;
   r.num_rows = r.good ? end - r.row : 0;
   r.context = __ldcg(s.context_len + index);
-  const int base = s.slot_base == nullptr ? 0 : __ldcg(s.slot_base + index);
-  const bool fits = r.context >= 0 && base >= 0 && r.context <= p.num_slots - base;
-  r.slot = fits ? r.context + base : -1;
+  const int64_t base = s.slot_base == nullptr ? 0 : __ldcg(s.slot_base + index);
+  r.slot = r.context < 0 || base < 0 ? INT64_MIN / 2 : r.context + base;  // as `first_slot`
   return r;
 }
 
-// Whether a row's position and slot match and lie inside the table. Since no slot reaches
-// kMaxTileKeys, a negative position does not pass for a large one.
+// Whether a row's position and slot match and lie inside the table.
 __device__ __forceinline__ bool is_valid_row(const TreeAttentionParams& p, const Request& r,
-                                             int row, int position) {
-  const unsigned slot = static_cast<unsigned>(r.slot) + row;
-  if (r.slot < 0 || slot >= static_cast<unsigned>(p.num_slots)) return false;
-  const unsigned at = position;
-  return p.ancestors == nullptr ? at == slot : at - r.context <= unsigned{kMaxDepth};
+                                             int64_t row, int64_t position) {
+  const int64_t slot = r.slot + row, depth = position - r.context;
+  if (slot < 0 || slot >= p.sequences.max_pages * p.sequences.page_size) return false;
+  return p.ancestors == nullptr ? position == slot : 0 <= depth && depth <= kMaxDepth;
 }
 
-// An upper bound of the positions of a request's rows up to `row`, at most kMaxTileKeys. Arbitrary
-// for a request without a valid slot.
-__device__ __forceinline__ uint32_t last_position(const TreeAttentionParams& p, const Request& r,
-                                                  uint32_t row) {
-  const uint32_t last = p.ancestors == nullptr ? r.slot + row : r.context + uint32_t{kMaxDepth};
-  return min(last, uint32_t{kMaxTileKeys});
+// An upper bound of the positions of a request's rows.
+__device__ __forceinline__ int64_t last_position(const TreeAttentionParams& p, const Request& r) {
+  return p.ancestors == nullptr ? r.slot + r.num_rows : r.context + kMaxDepth;
+}
+
+// A position in 32 bits, in which all keys are counted: 64-bit instructions are expensive at the
+// start of a block. The result is arbitrary for a request without a valid slot.
+__device__ __forceinline__ uint32_t clamp_position(int64_t position) {
+  return static_cast<uint32_t>(min(static_cast<uint64_t>(position), uint64_t{kMaxTileKeys}));
 }
 
 // An upper bound of the tile keys of a block of rows that ends before `row_end`. Each of these keys
 // is committed or, in a chain, the slot of an earlier row; none is past the table.
 __device__ __forceinline__ int tile_keys(const TreeAttentionParams& p, const Request& r,
-                                         int row_end) {
+                                         int64_t row_end) {
+  const Sequences& s = p.sequences;
   if (r.slot < 0) return 0;
-  const uint32_t keys = tail_begin(last_position(p, r, row_end - 1));
-  return static_cast<int>(min(keys, p.num_slots & ~(kStep - 1u)));
+  const int64_t last = p.ancestors == nullptr ? r.slot + row_end - 1 : r.context + kMaxDepth;
+  const uint32_t keys = tail_begin(clamp_position(last));
+  return static_cast<int>(min(keys, clamp_position(s.max_pages * s.page_size) & ~(kStep - 1u)));
 }
 
 }  // namespace tlt

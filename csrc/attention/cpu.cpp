@@ -104,7 +104,6 @@ int32_t find_own_keys(const TreeAttentionParams& p, const RowGroup& group, int64
   const int64_t own_slot = group.slot + (row - group.row);
   const int64_t context = s.context_len[group.request];
   own->count = 0;
-  if (own_slot >= p.num_slots) return kStatusBadLength;
   if (p.ancestors == nullptr) {
     if (p.position[row] != own_slot) return kStatusBadLength;
     for (int64_t slot = shared; slot < own_slot; ++slot) own->slot[own->count++] = slot;

@@ -1,8 +1,8 @@
 // A block whose rows have at most eight (row, head) pairs folds its keys with FewTile or, in the
-// kernel for few pairs of 128 dimensions, FewKeysTile, four warps together; others use
-// RowBlock::fold_tiles. Lane 4 m + q of every warp has pair m = row * group + head; of the results
-// its warp has a quarter of the dimensions. The results lie where a RowBlock has those of its first
-// warp's low rows, so that the same code finishes and merges them.
+// kernel for few pairs of 128 dimensions, FewKeysTile, four warps together; other blocks are
+// RowBlocks. Lane 4 m + q of every warp has pair m = row * group + head; of the results its warp
+// has a quarter of the dimensions. The results lie where a RowBlock has those of its first warp's
+// low rows, so that the same code finishes and merges them.
 #pragma once
 
 #include "attention/few_keys.cuh"
@@ -17,14 +17,11 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
  public:
   using Base::Base;
 
-  // The work of a computing warp in an item. The code of `finish` is large, so it is here once.
   __device__ __forceinline__ void run(int item) {
-    const KeyRange keys = this->keys_of(item);
-    if (this->nothing_to_do(keys)) return;
-    fold_tiles(keys);
-    if (this->shares()) return;
-    sync_threads<2, kWarps * kWarpSize>();  // all warps stored their totals
-    this->finish();
+    if constexpr (kCanBeFew) {
+      if (has_few()) return run_few(item);
+    }
+    Base::run(item);
   }
 
  protected:
@@ -57,7 +54,7 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
     const ScoreScale scale(p_.scale);
     const int m = lane_ / 4, row = l_.rows_of(m);
     const bool inside = row < num_rows_;
-    const int at = r_.row + row_ + (inside ? row : 0);
+    const int64_t at = r_.row + row_ + (inside ? row : 0);
     const int position = p_.position[at];
     const bool good = inside && is_valid_row(p_, r_, at - r_.row, position);
     const int end = good ? static_cast<int>(tail_begin(position)) : kNoRow;
@@ -105,7 +102,7 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
   }
 
   // The head of the lane's pair; any head if there is none.
-  __device__ __forceinline__ int head() const {
+  __device__ __forceinline__ int64_t head() const {
     const int m = lane_ / 4, row = l_.rows_of(m);
     return kv_head_ * l_.group + (row < num_rows_ ? m - row * l_.group : 0);
   }
@@ -114,14 +111,10 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
   __device__ __forceinline__ bool stores_softmax() const { return warp_ == 0 && lane_ % 4 == 0; }
 
  private:
-  __device__ __forceinline__ void fold_tiles(const KeyRange& keys) {
-    if constexpr (kCanBeFew) {
-      if (has_few()) return fold_few_tiles(keys);
-    }
-    Base::fold_tiles(keys);
-  }
-
-  __device__ __forceinline__ void fold_few_tiles(const KeyRange& keys) {
+  // `run` for few pairs.
+  __device__ __forceinline__ void run_few(int item) {
+    const KeyRange keys = this->keys_of(item);
+    if (this->nothing_to_do(keys)) return;
     const int m = lane_ / 4, row = l_.rows_of(m), first = first_partial<kDim>(l_, r_, keys.begin);
     const bool inside = row < num_rows_, shares = this->shares();
     const auto index_of = [&](int partial) {
@@ -145,6 +138,9 @@ class FewBlock : public RowBlock<T, kDim, kWarps, kResidency> {
     if (fold_few(this->source_of(keys), keys.begin == 0, first, keep) && stores_softmax()) {
       (shares ? l_.partials.softmax[index_of(first)] : shared_.parts[0].softmax[m]).sum = -1.0f;
     }
+    if (shares) return;
+    sync_threads<2, kWarps * kWarpSize>();  // all warps stored their totals
+    this->finish();
   }
 };
 

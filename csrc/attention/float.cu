@@ -12,8 +12,8 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kLaneDims = 8;  // lane l owns dimensions l, l + 32, ...
 
-// Slot of the row's key at `position`; the row was accepted by find_tail_keys.
-__device__ int64_t slot_of(const TreeAttentionParams& p, const Request& r, int row,
+// Slot of the row's key at `position`; the row was accepted by find_tail_key.
+__device__ int64_t slot_of(const TreeAttentionParams& p, const Request& r, int64_t row,
                            int64_t position) {
   if (p.ancestors == nullptr || position < r.context) return position;
   if (position == p.position[r.row + row]) return r.slot + row;
@@ -29,17 +29,15 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
   }
   const int64_t first = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarpSize;
   for (int64_t i = first; i < r.num_rows * p.num_heads; i += int64_t{gridDim.x} * kWarps) {
-    const auto row = static_cast<int>(i / p.num_heads);
-    const int64_t head = i % p.num_heads;
+    const int64_t row = i / p.num_heads, head = i % p.num_heads;
     const int64_t kv_head = head / (p.num_heads / p.num_kv_heads);
     const float* q =
         static_cast<const float*>(p.q) + (r.row + row) * p.q_row_stride + head * p.q_head_stride;
-    const auto locate_slot = [&](int slot) {
-      Place place;
-      return locate(p.sequences, r.index, slot, &place);
+    TailKey tail{};
+    const auto locate_slot = [&](int64_t slot, Place* place) {
+      return locate(p.sequences, r.index, slot, place);
     };
-    int tail_keys;
-    int32_t bits = find_tail_keys(p, r, row, lane, locate_slot, &tail_keys);
+    int32_t bits = find_tail_key(p, r, row, lane, locate_slot, &tail);
     const int64_t keys = bits ? 0 : p.position[r.row + row] + 1;
     Softmax total;
     float acc[kLaneDims] = {};

@@ -13,10 +13,9 @@
 // With few blocks one more grid dimension distributes the splits: partials go to the caller's
 // workspace, and a second launch (merge.cuh) computes the rows' tails meanwhile and folds all
 // partials in index order. With very few blocks, and short tables, a cluster does all of that in
-// one launch, through its blocks' shared memory. Otherwise a block folds its own splits; with 64
-// dimensions three blocks share a multiprocessor, if that saves a round of blocks. All launches use
-// programmatic dependent launch: they prefetch keys into L2 (with pdl, they copy the committed
-// keys), wait for the previous kernel, and read.
+// one launch, through its blocks' shared memory. Otherwise a block folds its own splits. All
+// launches use programmatic dependent launch: they prefetch keys into L2 (with pdl, they copy the
+// committed keys), wait for the previous kernel, and read.
 //
 // Reads each key and value once per row block. head_dim 64 and 128, pages of 16 to 128 slots,
 // groups up to 8. Every address is derived from a checked page; the grid depends on shapes alone.
@@ -82,30 +81,18 @@ __device__ __forceinline__ void for_row_blocks(const Launch& l, int kv_head, int
     wait_for_prior_grid();
     report_on_device(l.p.sequences, r.index, kStatusBadLength);
   }
-  const unsigned block_rows = l.rows_of(kRows), num_rows = r.num_rows;
-  for (unsigned row = first * block_rows; row < num_rows; row += l.row_blocks * block_rows) {
+  const int block_rows = l.rows_of(kRows);
+  for (int64_t row = first * block_rows; row < r.num_rows; row += l.row_blocks * block_rows) {
     Block block(l, r, kv_head, row, shared, &cursor);
     f(block);
   }
 }
 
-// Blocks of a multiprocessor, and on sm_90a registers of a thread that computes and of one that
-// loads. Only sm_90a runs the instance of three blocks.
-template <int kWarps, Residency kResidency>
-struct Occupancy {
-  static constexpr bool kThree = kHopper && kResidency == Residency::kThree;
-  static constexpr int kBlocks = kThree ? 3 : kWarps == 4 ? 2 : 1;
-  static constexpr int kComputing = kThree ? 136 : kWarps == 4 ? 200 : 224;
-  static constexpr int kLoading = kThree ? 24 : 56;
-  static_assert(kBlocks * kWarpSize * (kWarps * kComputing + kProducerWarps * kLoading) <= 1 << 16);
-};
-
 // Grid: (kv heads * row blocks, requests, items).
 template <typename T, int kDim, int kWarps, Residency kResidency>
 __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kWarpSize,
-                                  Occupancy<kWarps, kResidency>::kBlocks)
+                                  kWarps == 4 ? 2 : 1)
     attend_kernel(const __grid_constant__ Launch l) {
-  using Registers = Occupancy<kWarps, kResidency>;
   using Block = FewBlock<T, kDim, kWarps, kResidency>;
   constexpr int kRows = kWarps * kMmaRows;
   extern __shared__ __align__(1024) char memory[];
@@ -114,7 +101,7 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
   const auto [kv_head, first] = find_rows(l, blockIdx.x);
   if (kHopper && threadIdx.x >= kWarps * kWarpSize) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    give_registers<Registers::kLoading>();
+    give_registers<56>();
 #endif
     if (!l.p.pdl) {
       for_row_blocks<Block, kRows>(l, kv_head, first, shared,
@@ -127,7 +114,7 @@ __global__ void __launch_bounds__((kWarps + (kHopper ? kProducerWarps : 0)) * kW
     });
   } else {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    take_registers<Registers::kComputing>();
+    take_registers<kWarps == 4 ? 200 : 224>();
 #endif
     if (!l.p.pdl) {
       wait_for_prior_grid();
@@ -258,10 +245,9 @@ void launch(Launch l, const AttentionPlan& plan, cudaStream_t stream) {
   if (hopper) l.maps = {map_of(l.p, l.p.k), map_of(l.p, l.p.v)};
   const bool shares = l.partials.acc != nullptr;
   if (hopper && shares && plan.cluster && launch_clusters<T, kDim>(l, plan, stream)) return;
-  // Instances that only one head_dim has; for the other one they are kPacked.
+  // Instances of blocks that share keys; 64 dimensions have one for all.
   constexpr Residency kAlone = kDim > 64 ? Residency::kAlone : Residency::kPacked;
   constexpr Residency kFew = kDim > 64 ? Residency::kFewPairs : Residency::kPacked;
-  constexpr Residency kThree = kDim > 64 ? Residency::kPacked : Residency::kThree;
   const Sequences& s = l.p.sequences;
   const bool few = hopper && s.num_requests <= kFewRequests &&
                    s.num_rows * l.group <= kFewPairs * s.num_requests;  // on average
@@ -271,8 +257,6 @@ void launch(Launch l, const AttentionPlan& plan, cudaStream_t stream) {
     launch_attend<T, kDim, 4, kAlone>(l, plan, hopper, stream);
   } else if (shares && few) {
     launch_attend<T, kDim, 4, kFew>(l, plan, hopper, stream);
-  } else if (hopper && plan.three) {
-    launch_attend<T, kDim, 4, kThree>(l, plan, hopper, stream);
   } else {
     launch_attend<T, kDim, 4, Residency::kPacked>(l, plan, hopper, stream);
   }

@@ -37,7 +37,7 @@ __device__ __forceinline__ int64_t partial_index(const Launch& l, int64_t partia
 // The first key of an item of a request, whatever its number of keys is.
 template <int kDim>
 __device__ __forceinline__ uint32_t item_begin(const Launch& l, const Request& r, uint32_t item) {
-  const uint32_t end = last_position(l.p, r, r.num_rows);
+  const uint32_t end = clamp_position(last_position(l.p, r));
   return Cuts<kDim>::item_begin(end, l.partials.small_items, l.partials.share, item);
 }
 

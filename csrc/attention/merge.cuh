@@ -56,17 +56,17 @@ __device__ __forceinline__ void prepare_row(const Launch& l, const Request& r, i
   if (lane % 4 == 0) to->softmax[head] = tail.softmax;
 #pragma unroll
   for (int n = 0; n < kDim / 8; ++n) to->acc[head][n * 4 + lane % 4] = tail.acc[n];
-  const int position = l.p.position[r.row + row];
+  const int64_t position = l.p.position[r.row + row];
   int count = 0;
   if (is_valid_row(l.p, r, row, position)) {
     using C = Cuts<kDim>;
-    const auto splits = C::splits_below(tail_begin(position));
+    const auto splits = static_cast<int>(C::splits_below(tail_begin(position)));
     const auto first = static_cast<int>(C::splits_below(item_begin<kDim>(l, r, 1)));
     count = splits == 0 ? 0 : splits <= first ? 1 : splits - first + 1;
   }
   if (lane == 0) {
     to->count = count;
-    to->row = r.row + row;
+    to->row = static_cast<int>(r.row) + row;
     to->kv_head = kv_head;
   }
 }
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kMaxGroup* kDim / 64 * kWarpSize, 128 / kDim)
   const Request r = read_request(l.p, blockIdx.y);
   const int warp = threadIdx.x / kWarpSize;
   const auto kv_heads = static_cast<int>(l.p.num_kv_heads);
-  const int all = r.num_rows * kv_heads, turn = l.merge_rows;
+  const int all = static_cast<int>(r.num_rows) * kv_heads, turn = l.merge_rows;
   const WarpMerge<T, kDim> warp_merge(l, rows, steps[warp]);
   for (int first = blockIdx.x * turn; first < all; first += gridDim.x * turn) {
     const int count = min(turn, all - first);

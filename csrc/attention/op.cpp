@@ -1,11 +1,9 @@
 #include "attention/op.h"
 
-#include <algorithm>
 #include <cmath>
 #include <string>
 
 #include "attention/plan.h"
-#include "attention/splits.h"
 #include "common/dispatch.h"
 
 namespace tlt {
@@ -103,8 +101,6 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
     }
   }
   const double softmax_scale = scale.value_or(1.0 / std::sqrt(static_cast<double>(q.shape[2])));
-  const int64_t num_slots =
-      std::min<int64_t>(sequences.max_pages * sequences.page_size, kMaxTileKeys);
   const TreeAttentionParams params{q.data,
                                    out.data,
                                    lse.ptr<float>(),
@@ -122,7 +118,6 @@ void tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cach
                                    out.stride[1],
                                    lse.stride[0],
                                    ancestors.stride[0],
-                                   static_cast<int>(num_slots),
                                    static_cast<float>(softmax_scale),
                                    q.dtype,
                                    pdl};

@@ -19,7 +19,6 @@ struct TreeAttentionParams {
   int64_t num_heads, num_kv_heads, head_dim;
   int64_t q_row_stride, q_head_stride, out_row_stride, out_head_stride;
   int64_t lse_stride, ancestor_stride;
-  int num_slots;  // of a request's table, at most kMaxTileKeys
   float scale;
   DType dtype;
   bool pdl;  // programmatic dependent launch: all but q and the rows in flight are read before

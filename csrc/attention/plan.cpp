@@ -73,17 +73,6 @@ bool fits_clusters(const AttentionShape& shape, const AttentionPlan& plan, int64
   return plan.warps == 4 && blocks <= kClusters && shape.max_slots <= most;
 }
 
-// A launch of more blocks than are resident at once takes several rounds. Blocks of short contexts
-// wait for memory and barriers most of the time, so the number of rounds decides. Of three resident
-// blocks each has fewer registers and takes up to 24 % longer, which pays if it saves a round. So
-// many blocks never share keys.
-bool saves_a_round(const AttentionShape& shape, const AttentionPlan& plan, int64_t blocks) {
-  const auto rounds = [&](int64_t resident) {
-    return (blocks - 1) / (resident * kMultiprocessors);
-  };
-  return plan.warps == 4 && shape.head_dim <= 64 && rounds(3) < rounds(2);
-}
-
 }  // namespace
 
 AttentionPlan plan_attention(const AttentionShape& shape) {
@@ -98,7 +87,6 @@ AttentionPlan plan_attention(const AttentionShape& shape) {
   plan.small_items = small_items_for(shape, blocks, plan);
   plan.items += plan.small_items;
   plan.alone = blocks * plan.items <= kMultiprocessors;
-  plan.three = saves_a_round(shape, plan, blocks);
   plan.cluster = fits_clusters(shape, plan, blocks);
   plan_merge(shape, &plan);
   if (plan.items > 1) {

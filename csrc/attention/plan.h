@@ -15,7 +15,6 @@ struct AttentionPlan {
   int64_t tail_warps;   // warps of a merge block that compute tails
   int64_t workspace_bytes;
   bool alone;    // no multiprocessor has two blocks
-  bool three;    // three blocks a multiprocessor save a round; they share no keys
   bool cluster;  // one launch of clusters, if the card can run it
 };
 

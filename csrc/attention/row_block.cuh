@@ -17,10 +17,10 @@ class RowBlock {
   using C = Cuts<kDim>;
   using Cursor = RingCursor<Memory::kRing>;
 
-  __device__ __forceinline__ RowBlock(const Launch& l, const Request& r, int kv_head, int row,
-                                      Memory* shared, Cursor* cursor)
+  __device__ __forceinline__ RowBlock(const Launch& l, const Request& r, int64_t kv_head,
+                                      int64_t row, Memory* shared, Cursor* cursor)
       : l_(l), p_(l.p), r_(r), kv_head_(kv_head), row_(row), shared_(*shared), cursor_(*cursor) {
-    num_rows_ = min(r.num_rows - row, l.rows_of(kWarps * kMmaRows));
+    num_rows_ = static_cast<int>(min(r.num_rows - row, int64_t{l.rows_of(kWarps * kMmaRows)}));
     warp_ = threadIdx.x / kWarpSize;
     lane_ = threadIdx.x % kWarpSize;
   }
@@ -35,15 +35,17 @@ class RowBlock {
   __device__ __forceinline__ void produce(int item) {
     const KeyRange keys = keys_of(item);
     if (nothing_to_do(keys)) return;
-    const int committed = p_.pdl ? r_.context : INT32_MAX;
+    const int committed = p_.pdl ? static_cast<int>(clamp_position(r_.context)) : INT32_MAX;
     produce_tiles(source_of(keys), l_.loader_shift, committed,
                   p_.pdl && shares() ? kPrefetchKeys : 0, &shared_.ring, &shared_.barriers,
                   &cursor_, shared_.bad_from);
     sync_block<kWarps>();
   }
 
-  // Folds the tile keys of one item. Stores its partials, or the totals that `finish` needs.
-  __device__ __forceinline__ void fold_tiles(const KeyRange& keys) {
+  // Folds the tile keys of one item; stores its partials, or writes the rows.
+  __device__ __forceinline__ void run(int item) {
+    const KeyRange keys = keys_of(item);
+    if (nothing_to_do(keys)) return;
     consume(source_of(keys));
     sync_block<kWarps>();  // the ring is free, and bad_from is set
     read_bad_from();
@@ -51,22 +53,21 @@ class RowBlock {
     if (keys.begin > 0) return invalidate_partial(first_partial<kDim>(l_, r_, keys.begin));
     if (shares()) return store_total();
     store_softmax();
+    sync_threads<2, kWarps * kWarpSize>();  // all warps stored their totals
+    finish();
   }
 
  protected:
   static constexpr int kRing = Memory::kRing;
   static constexpr bool kCluster = kResidency == Residency::kCluster;
-  static constexpr bool kThree = kResidency == Residency::kThree;
 
   __device__ __forceinline__ bool nothing_to_do(const KeyRange& keys) const {
     return keys.begin >= keys.end && shares();
   }
 
-  // Whether other blocks have keys of these rows. A constant in kernels where all or none do.
+  // Whether other blocks have keys of these rows. A constant in kernels for such blocks only.
   __device__ __forceinline__ bool shares() const {
-    if constexpr (kThree) return false;
-    constexpr bool kAlone = kResidency == Residency::kAlone;
-    return kCluster || kAlone || kResidency == Residency::kFewPairs || l_.partials.acc != nullptr;
+    return kCluster || kResidency == Residency::kFewPairs || l_.partials.acc != nullptr;
   }
 
   // Keys to prefetch, 64 KB with their values: more would delay the previous launch, which still
@@ -110,9 +111,8 @@ class RowBlock {
     WarpTile<T, kDim> tile(queries_, smallest_end(), scale.factor, &part_, &shared_.sink[warp_]);
     part_.clear();
     const auto ends = [&](int key) { return C::starts_split(key) || key >= source.keys.end; };
-    // Only two tiles are fastest one after the other, because their code is then fetched once. With
-    // three blocks a multiprocessor there are no registers for two tiles at once.
-    const bool many = !kThree && source.keys.end - source.keys.begin > kSmall;
+    // Only two tiles are fastest one after the other, because their code is then fetched once.
+    const bool many = source.keys.end - source.keys.begin > kSmall;
     for (int key = source.keys.begin; key < source.keys.end; key += kTile) {
       tile.fold_keys(key, stream.acquire_keys());
       stream.release_keys();
@@ -142,7 +142,7 @@ class RowBlock {
   struct Pair {
     bool inside;
     int m, head;
-    int row;  // among all rows
+    int64_t row;  // among all rows
   };
 
   __device__ __forceinline__ Pair pair(int half) const {
@@ -153,8 +153,8 @@ class RowBlock {
 
   // No row's tile keys end before this position.
   __device__ __forceinline__ int smallest_end() const {
-    const uint32_t context = r_.context, slot = r_.slot;
-    return static_cast<int>(tail_begin(p_.ancestors == nullptr ? slot + row_ : context));
+    const int64_t first = p_.ancestors == nullptr ? r_.slot + row_ : r_.context;
+    return static_cast<int>(tail_begin(clamp_position(first)));
   }
 
   // Loads all queries and positions before it uses any; with pdl it first computes what does not
@@ -346,34 +346,30 @@ class RowBlock {
   __device__ __forceinline__ void store_out(int i, const Tail<kDim>& tail) {
     const int m = i * l_.group + lane_ / 4;
     const auto& totals = shared_.parts[0].total[m / kMmaRows];
-    const int half = m / 8 % 2, at = m % 8 * 4 + lane_ % 4;
-    const int row = r_.row + row_ + i, head = kv_head_ * l_.group + lane_ / 4;
+    Softmax softmax = shared_.parts[0].softmax[m];
+    const bool invalid = softmax.sum < 0.0f || tail.softmax.sum < 0.0f;
+    float scale[2] = {1.0f, 0.0f};
+    if (!invalid) fold(&softmax, tail.softmax, scale);
+    const float inverse = invalid ? 0.0f : __frcp_rn(softmax.sum);
+    const int64_t row = r_.row + row_ + i, head = kv_head_ * l_.group + lane_ / 4;
     T* out = static_cast<T*>(p_.out) + row * p_.out_row_stride + head * p_.out_head_stride;
     uint32_t* pairs = reinterpret_cast<uint32_t*>(out) + lane_ % 4;
-    float* lse = p_.lse == nullptr || lane_ % 4 > 0 ? nullptr : p_.lse + row * p_.lse_stride + head;
-    Softmax softmax = shared_.parts[0].softmax[m];
-    if (softmax.sum < 0.0f || tail.softmax.sum < 0.0f) {
-#pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) pairs[n * 4] = 0;
-      if (lse != nullptr) *lse = -INFINITY;
-      return;
-    }
-    float scale[2] = {1.0f, 0.0f};
-    fold(&softmax, tail.softmax, scale);
-    const float inverse = __frcp_rn(softmax.sum);
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) {
-      const float2 before = totals[2 * n + half][at];
-      pairs[n * 4] = pack_pair<T>(mul_rn(folded(before.x, tail.acc[n].x, scale), inverse),
-                                  mul_rn(folded(before.y, tail.acc[n].y, scale), inverse));
+      const float2 before = totals[2 * n + m / 8 % 2][m % 8 * 4 + lane_ % 4];
+      const float x = mul_rn(folded(before.x, tail.acc[n].x, scale), inverse);
+      const float y = mul_rn(folded(before.y, tail.acc[n].y, scale), inverse);
+      pairs[n * 4] = invalid ? 0 : pack_pair<T>(x, y);
     }
-    if (lse != nullptr) *lse = lse_of(softmax);
+    if (p_.lse != nullptr && lane_ % 4 == 0) {
+      p_.lse[row * p_.lse_stride + head] = invalid ? -INFINITY : lse_of(softmax);
+    }
   }
 
   const Launch& l_;
   const TreeAttentionParams& p_;
   const Request& r_;
-  const int kv_head_, row_;
+  const int64_t kv_head_, row_;
   Memory& shared_;
   Cursor& cursor_;
   int num_rows_, warp_, lane_;

@@ -10,10 +10,8 @@ namespace tlt {
 
 // What shares a multiprocessor with a block. kPacked: another block, if blocks have four warps;
 // kFewPairs: the same, in the kernel of blocks that share keys and have few pairs of 128
-// dimensions; kThree: two more blocks, in the kernel of blocks of 64 dimensions that share no keys;
-// kAlone: only a block of the merge, so these blocks share keys; kCluster: another block of a
-// cluster.
-enum class Residency { kPacked, kFewPairs, kThree, kAlone, kCluster };
+// dimensions; kAlone: only a block of the merge; kCluster: another block of a cluster.
+enum class Residency { kPacked, kFewPairs, kAlone, kCluster };
 
 // Tiles of the ring, from the shared memory available to a block.
 template <int kWarps, bool kHopper, Residency kResidency>

@@ -71,12 +71,12 @@ struct KeySource {
   KeyRange keys;
 
   __device__ __forceinline__ KeySource(const TreeAttentionParams& p, const TileMaps& maps,
-                                       int request, int kv_head, int page_shift,
+                                       int64_t request, int64_t kv_head, int page_shift,
                                        const KeyRange& keys)
       : p(p),
         maps(maps),
         table(p.sequences.block_table + request * p.sequences.table_stride),
-        kv_head(kv_head),
+        kv_head(static_cast<int>(kv_head)),
         page_shift(page_shift),
         num_pages(static_cast<int>(min(p.sequences.num_pages, int64_t{INT32_MAX}))),
         keys(keys) {}

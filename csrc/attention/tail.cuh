@@ -1,9 +1,8 @@
 // The last keys of one row, for the query heads of one kv head: one warp, mma.sync.
 //
 // Keys and values are gathered from their slots in position order, so that tail key j is column j
-// of the scores whatever its slot is. Of the 16 rows of an MMA the first ones are the query heads,
-// the others up to the eighth repeat the last head, and the rest are zeros. Checks everything that
-// the row depends on.
+// of the scores whatever its slot is. Of the 16 rows of an MMA the first ones are the query heads
+// and the others are zeros. Checks everything that the row depends on.
 #pragma once
 
 #include "attention/canonical.cuh"
@@ -11,56 +10,49 @@
 
 namespace tlt {
 
-// Finds the slots of a row's tail. Lane j calls locate_slot(slot of key j), which returns a status
-// bit. Returns all status bits, the same in all lanes; `count` is set if the row is valid.
+// What lane j reads: the slot of tail key j.
+struct TailKey {
+  int64_t begin;  // position of key 0
+  int count;      // keys of the tail
+  Place place;    // of this lane's key, where lane < count
+};
+
+// Returns status bits, the same in all lanes. `locate_slot(slot, &place)` finds a slot's page and
+// returns a status bit.
 template <typename Locate>
-__device__ __forceinline__ int32_t find_tail_keys(const TreeAttentionParams& p, const Request& r,
-                                                  int row, int lane, Locate&& locate_slot,
-                                                  int* count) {
+__device__ __forceinline__ int32_t find_tail_key(const TreeAttentionParams& p, const Request& r,
+                                                 int64_t row, int lane, Locate&& locate_slot,
+                                                 TailKey* key) {
   const uint8_t* ancestors = p.ancestors + (r.row + row) * p.ancestor_stride;
   const bool has_ancestor = p.ancestors != nullptr && lane < kMaxDepth;
   int ancestor = has_ancestor ? ancestors[lane] : 0;  // loaded together with the position
-  const int position = p.position[r.row + row], own_slot = r.slot + row;
+  const int64_t position = p.position[r.row + row], own_slot = r.slot + row;
   if (!is_valid_row(p, r, row, position)) return kStatusBadLength;
-  const int begin = tail_begin(position);
-  *count = position - begin + 1;
-  int slot = begin + lane;
+  key->begin = tail_begin(position);
+  key->count = static_cast<int>(position - key->begin) + 1;
+  int64_t slot = key->begin + lane;
   if (p.ancestors != nullptr) {
-    const int depth = position - r.context;
+    const int64_t depth = position - r.context;
     if (lane >= depth) ancestor = 0;
     const int before = __shfl_up_sync(kFullWarp, ancestor, 1);
     // Slots must rise and precede the row: whatever the array holds, only older slots are read.
     const bool rising = lane == 0 || ancestor > before;
     const bool bad = lane < depth && (!rising || r.context + ancestor >= own_slot);
     if (__any_sync(kFullWarp, bad)) return kStatusBadTree;
-    const int in_flight = slot - r.context;  // negative: a committed key
-    const int index = in_flight >= 0 && in_flight < depth ? in_flight : 0;
+    const int64_t in_flight = slot - r.context;  // negative: a committed key
+    const int index = in_flight >= 0 && in_flight < depth ? static_cast<int>(in_flight) : 0;
     const int ancestor_slot = __shfl_sync(kFullWarp, ancestor, index);
     if (in_flight >= 0) slot = in_flight < depth ? r.context + ancestor_slot : own_slot;
   }
-  const int32_t bits = lane < *count ? locate_slot(slot) : kStatusOk;
+  const int32_t bits = lane < key->count ? locate_slot(slot, &key->place) : kStatusOk;
   return static_cast<int32_t>(__reduce_or_sync(kFullWarp, static_cast<unsigned>(bits)));
 }
 
-// Where the key and the value of a slot begin, for a kv head.
-struct alignas(16) TailAddress {
-  const void *key, *value;
-};
-static_assert(sizeof(TailAddress) == sizeof(uint4));
-static_assert(kTailKeys == kWarpSize, "a lane finds one key");
-
-// Keys or values in shared memory; padded, so that ldmatrix has no bank conflicts.
-template <int kDim>
-using TailRows = uint4[kTailKeys][kDim / 8 + 1];
-
-// Shared memory of one warp's tail. The padding of a key holds its addresses.
+// Shared memory of one warp's tail; padded, so that ldmatrix has no bank conflicts.
 template <int kDim>
 struct TailScratch {
-  TailRows<kDim> keys, values;
-
-  __device__ __forceinline__ TailAddress& address(int key) {
-    return *reinterpret_cast<TailAddress*>(&keys[key][kDim / 8]);
-  }
+  static constexpr int kStride = kDim / 8 + 1;
+  uint4 keys[kTailKeys][kStride], values[kTailKeys][kStride];
 };
 
 // A lane's part of a tail: of head lane / 4, dimensions 8 n + 2 (lane % 4) and the next.
@@ -70,24 +62,19 @@ struct Tail {
   float2 acc[kDim / 8];
 };
 
-// Copies the keys or the values, whose addresses are in the scratch; a few lanes per key.
-template <int kDim>
-__device__ __forceinline__ void stage_tail(int count, TailScratch<kDim>* scratch,
-                                           const void* TailAddress::* from, TailRows<kDim>* to) {
-  constexpr int kLanesAKey = kDim / 8, kKeysAtOnce = kWarpSize / kLanesAKey, kBatch = 8;
-  static_assert(kTailKeys % (kBatch * kKeysAtOnce) == 0);
+// Copies the tail's keys or values; a few lanes per key.
+template <typename T, int kDim>
+__device__ __forceinline__ void stage_tail(const PagedCache& cache, const TailKey& key,
+                                           int64_t kv_head, uint4 (*to)[kDim / 8 + 1]) {
+  constexpr int kLanesAKey = kDim / 8, kKeysAtOnce = kWarpSize / kLanesAKey;
   const int lane = threadIdx.x % kWarpSize, vector = lane % kLanesAKey;
-#pragma unroll
-  for (int first = lane / kLanesAKey; first < kTailKeys; first += kBatch * kKeysAtOnce) {
-    const void* at[kBatch];  // all are read first: each copy would wait for its own
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) at[i] = scratch->address(first + i * kKeysAtOnce).*from;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int j = first + i * kKeysAtOnce;
-      copy_async_16(shared_address(&(*to)[j][vector]), static_cast<const uint4*>(at[i]) + vector,
-                    j < count);
-    }
+  const T* from = static_cast<const T*>(cache.data) + kv_head * cache.head_stride + vector * 8;
+  const int64_t offset = key.place.page * cache.page_stride + key.place.offset * cache.slot_stride;
+#pragma unroll 4
+  for (int first = 0; first < kTailKeys; first += kKeysAtOnce) {
+    const int j = first + lane / kLanesAKey;
+    const int64_t at = __shfl_sync(kFullWarp, offset, j);  // 0 without a key
+    copy_async_16(shared_address(&to[j][vector]), from + at, j < key.count);
   }
   commit_copies();
 }
@@ -114,13 +101,13 @@ __device__ __forceinline__ void score_tail(const uint32_t (&query)[kDim / 16][2]
 // Turns scores into weights.
 __device__ __forceinline__ Softmax weigh_tail(float (&score)[kTailKeys / 8][4], float factor,
                                               int count) {
-  const int left = count - threadIdx.x % 4 * 2;  // keys from the lane's first one on
+  const int first = threadIdx.x % 4 * 2;
   float max = -INFINITY;
 #pragma unroll
   for (int n = 0; n < kTailKeys / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (left <= 8 * n + i) score[n][i] = -INFINITY;
+      if (8 * n + first + i >= count) score[n][i] = -INFINITY;
       max = fmaxf(max, score[n][i]);
     }
   }
@@ -166,41 +153,36 @@ __device__ __forceinline__ void add_tail_values(const float (&weight)[kTailKeys 
 // The tail of one row; if it cannot be computed, its sum is negative and the status is set. kWaits:
 // finds the keys first, waits for the previous kernel, and then reads what it wrote.
 template <typename T, int kDim, bool kWaits = false>
-__device__ __forceinline__ void attend_tail(const TreeAttentionParams& p, const Request& r, int row,
-                                            int kv_head, int group, int page_shift,
+__device__ __forceinline__ void attend_tail(const TreeAttentionParams& p, const Request& r,
+                                            int64_t row, int64_t kv_head, int group, int page_shift,
                                             TailScratch<kDim>* scratch, Tail<kDim>* tail) {
-  const int lane = threadIdx.x % kWarpSize;
+  const int lane = threadIdx.x % kWarpSize, head = lane / 4;
   const ScoreScale scale(p.scale);
   uint32_t query[kDim / 16][2];
   const auto read_query = [&] {
-    const int head = min(lane / 4, group - 1);  // what is computed past the group is not used
     const T* q = static_cast<const T*>(p.q) + (r.row + row) * p.q_row_stride +
                  (kv_head * group + head) * p.q_head_stride;
     const uint32_t* pairs = reinterpret_cast<const uint32_t*>(q) + lane % 4;
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) query[step][i] = pairs[step * 8 + i * 4] ^ scale.flip;
+      for (int i = 0; i < 2; ++i) {
+        query[step][i] = head < group ? pairs[step * 8 + i * 4] ^ scale.flip : 0;
+      }
     }
   };
   if constexpr (!kWaits) read_query();
-  __syncwarp();  // the scratch of the warp's previous row is no longer used
-  scratch->address(lane) = {p.k.data, p.v.data};       // past the tail nothing is read there
-  const auto locate_slot = [&](int slot) -> int32_t {  // `locate` without divisions
+  TailKey key{};
+  const auto locate_slot = [&](int64_t slot,
+                               Place* place) -> int32_t {  // `locate` without divisions
     const Sequences& s = p.sequences;
-    if (static_cast<unsigned>(slot) >= static_cast<unsigned>(p.num_slots)) return kStatusBadLength;
-    const int page = s.block_table[r.index * s.table_stride + (slot >> page_shift)];
+    if (slot < 0 || slot >= s.max_pages << page_shift) return kStatusBadLength;
+    const int64_t page = s.block_table[r.index * s.table_stride + (slot >> page_shift)];
     if (page < 0 || page >= s.num_pages) return kStatusBadPage;
-    const unsigned offset = slot & ((1 << page_shift) - 1);
-    const auto address = [&](const PagedCache& cache) {
-      return static_cast<const T*>(cache.data) + static_cast<unsigned>(page) * cache.page_stride +
-             offset * cache.slot_stride + kv_head * cache.head_stride;
-    };
-    scratch->address(lane) = {address(p.k), address(p.v)};
+    *place = {page, slot & ((1 << page_shift) - 1)};
     return kStatusOk;
   };
-  int count = 0;
-  const int32_t bits = find_tail_keys(p, r, row, lane, locate_slot, &count);
+  const int32_t bits = find_tail_key(p, r, row, lane, locate_slot, &key);
   if constexpr (kWaits) {
     wait_for_prior_grid();
     read_query();
@@ -210,14 +192,14 @@ __device__ __forceinline__ void attend_tail(const TreeAttentionParams& p, const 
     tail->softmax.sum = -1.0f;
     return;
   }
-  __syncwarp();
-  stage_tail(count, scratch, &TailAddress::key, &scratch->keys);
-  stage_tail(count, scratch, &TailAddress::value, &scratch->values);
+  __syncwarp();  // the scratch of the warp's previous row is no longer used
+  stage_tail<T, kDim>(p.k, key, kv_head, scratch->keys);
+  stage_tail<T, kDim>(p.v, key, kv_head, scratch->values);
   float score[kTailKeys / 8][4] = {};
   wait_copies<1>();
   __syncwarp();
   score_tail<T, kDim>(query, *scratch, score);
-  tail->softmax = weigh_tail(score, scale.factor, count);
+  tail->softmax = weigh_tail(score, scale.factor, key.count);
   wait_copies<0>();
   __syncwarp();
   add_tail_values<T, kDim>(score, *scratch, tail->acc);

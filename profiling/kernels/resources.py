@@ -26,7 +26,6 @@ SPILL_REASONS: dict[str, str] = {
     r"sampling/kernel\.cu: draw_path_kernel": "512 threads a block: 128 registers",
     r"attention/float\.cu: .* sm_80": "two words at 72 registers, in the path of float32 models",
     r"attention/kernel\.cu: .*(attend|cluster)_kernel.*128": "outside the loop over tiles",
-    r"attention/kernel\.cu: .*attend_kernel.*\(Residency\)2.* sm_90a": "room for a third block",
     r"attention/kernel\.cu: merge_kernel": "128 registers: more blocks beside the other kernel",
     r"layers/linear_hopper\.cu: .*, 128, ": "outside the loop over blocks of K",
     r"tree/kernel\.cu: .*expand_kernel": "the noise of a level is held over the wait",

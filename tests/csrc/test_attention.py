@@ -286,17 +286,6 @@ def test_slot_base_past_the_table_is_reported(ops, base):
     assert status.tolist() == [Status.BAD_LENGTH] and all(zeroed(out, lse))
 
 
-def test_slots_end_before_31_bits(ops):
-    """The last slot is 2^31 - 2049, even in a longer table, so that positions plus a split fit."""
-    case = make_case([5], [1], heads=(1, 1), head_dim=8)
-    page = torch.zeros(1, 2**20, 1, 8)
-    table = torch.zeros(1, 2049, dtype=torch.int32)
-    for slot, bits in ((2**31 - 2049, Status.OK), (2**31 - 2048, Status.BAD_LENGTH)):
-        base = torch.tensor([slot - 5], dtype=torch.int32)
-        changes = {"k_cache": page, "v_cache": page, "block_table": table, "slot_base": base}
-        assert attend(ops, case, **changes)[2].tolist() == [bits]
-
-
 def test_positions_outside_the_request_are_reported(ops):
     case = make_case([12], [3])
     case["position"][:] = torch.tensor([12, 11, 12 + 17])
