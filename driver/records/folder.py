@@ -18,6 +18,7 @@ from ..common.storage import FolderLock, storage_errors, user_path, write_text
 from ..config.load import Config, load_config, preset_title, to_yaml
 from ..config.sections import RunConfig
 from ..model.spec import read_json
+from ..rollout.request import Response
 from . import checkpoint as run_checkpoint
 
 # Sections and settings that a resumed run may change. They affect speed, memory and the handling of
@@ -122,19 +123,25 @@ class RunFolder:
         self._board._get_file_writer().add_summary(Summary(value=shown), step)
 
     def log_rollout(
-        self, step: int, lengths: Sequence[int], passes: Sequence[tuple[float, int, str]]
+        self, step: int, responses: Sequence[Response], passes: Sequence[tuple[float, int, str]]
     ) -> None:
-        """Appends the response lengths and active requests of a rollout to `rollouts.jsonl`.
+        """Appends the responses and active requests of a rollout to `rollouts.jsonl`.
 
-        `passes` are (seconds since the start, active requests, strategy) of each pass and of the
-        end; repeated values are left out.
+        Of each response there are its length and a checksum of its tokens and log-probs, so that
+        runs can be compared bit by bit. `passes` are (seconds since the start, active requests,
+        strategy) of each pass and of the end; repeated values are left out.
         """
         active = [
             [round(at, 6), count, strategy]
             for (at, count, strategy), before in zip(passes, [None, *passes], strict=False)
             if before is None or before[1:] != (count, strategy)
         ]
-        record = {"step": step, "lengths": lengths, "active": active}
+        record = {
+            "step": step,
+            "lengths": [len(response.token_ids) for response in responses],
+            "checksums": [response.checksum for response in responses],
+            "active": active,
+        }
         _append(self.path / "rollouts.jsonl", _line(record))
 
     def log_samples(self, step: int, samples: Iterable[Sample]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from operator import index
 from typing import Any, Literal
+
+import numpy as np
 
 import tlt_ext
 
@@ -155,6 +158,12 @@ class Response:
     turn_ended: bool = False  # it was aborted while a tool worked
     # Mean tokens of its speculative passes since it was last resumed; None without any.
     accept_length: float | None = field(default=None, compare=False)
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of the tokens as int32 and the log-probs as float32."""
+        tokens = np.array(self.token_ids, np.int32).tobytes()
+        return zlib.crc32(np.array(self.logprobs, np.float32).tobytes(), zlib.crc32(tokens))
 
     @property
     def turns(self) -> int:

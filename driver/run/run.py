@@ -188,7 +188,7 @@ class Run:
         self.last_metrics = metrics | self.phases.end_step(self.step)
         if self.folder is not None:
             trace = [*stats.trace, (stats.elapsed_s, 0, str(OFF))]
-            self.folder.log_rollout(self.step, lengths, trace)
+            self.folder.log_rollout(self.step, step.responses, trace)
             self.folder.log_samples(self.step, self._samples(step))
             self.folder.log_step(self.step, self.last_metrics)
         self.consistent = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class ArmRun:
     heldout: list[float]  # before the first step, after the last
     policy: str = ""  # fingerprint of the warm start's; "" before the run has ended
     commit: str = ""  # or several, of a run that was resumed; "" = not recorded
+    checksums: list[list[int]] = field(default_factory=list)  # of responses; a peer has none
 
     @staticmethod
     def read(arm: str, seed: int, folder: Path) -> ArmRun | None:
@@ -55,8 +56,10 @@ class ArmRun:
         rollouts = read_jsonl(folder / "rollouts.jsonl")
         heldout = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
         lengths = [line["lengths"] for line in rollouts]
+        checksums = [line["checksums"] for line in rollouts if "checksums" in line]
         commits = ", ".join(commits_of(folder))
-        return ArmRun(arm, seed, records, lengths, heldout, warmed_policy(folder), commits)
+        policy = warmed_policy(folder)
+        return ArmRun(arm, seed, records, lengths, heldout, policy, commits, checksums)
 
     @property
     def times(self) -> list[StepTimes]:
@@ -129,8 +132,11 @@ class ArmRun:
 
 
 def identical_steps(one: ArmRun, other: ArmRun) -> int:
-    """How many first steps have equal rewards and equal lengths of all responses."""
-    steps = [list(zip(run.rewards, run.lengths, strict=False)) for run in (one, other)]
+    """How many first steps have equal rewards and responses: tokens and log-probs, or lengths."""
+    exact = bool(one.checksums and other.checksums)
+    steps = [
+        zip(r.rewards, r.checksums if exact else r.lengths, strict=False) for r in (one, other)
+    ]
     pairs = zip(*steps, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

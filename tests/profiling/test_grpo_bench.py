@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -90,6 +91,8 @@ def test_equal_steps_are_counted_up_to_the_first_that_differs():
     assert identical_steps(off, arm_run("full", other)) == 1
     # Steps with equal rewards and other lengths differ.
     assert identical_steps(off, arm_run("full", lines, [[10, 20], [10, 21], [10, 20]])) == 1
+    bits = [replace(off, checksums=sums) for sums in ([[1, 2], [3, 4], [5, 6]], [[1, 2], [3, 9]])]
+    assert identical_steps(*bits) == 1 and identical_steps(off, bits[0]) == 3
 
 
 def test_a_row_has_the_cost_of_passes_and_of_training():

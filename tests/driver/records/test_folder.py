@@ -23,6 +23,7 @@ from driver.records.checkpoint import latest_checkpoint, save_checkpoint, whole_
 from driver.records.folder import RunFolder, Sample, read_jsonl
 from driver.records.parts import save_parts
 from driver.rollout.bandit import Bandit
+from driver.rollout.request import Request, Response, SamplingParams
 
 SAMPLE = Sample("t-1", "1+1=", "<b>2</b>\nüñ", 1.0, 3, "stop")
 
@@ -96,12 +97,19 @@ def test_samples_summary_and_config_are_written(tmp_path):
     ]
 
 
+def response(tokens, logprob):
+    return Response(Request(0, 0, (1,), SamplingParams()), tokens, [logprob] * len(tokens), "stop")
+
+
 def test_a_rollout_is_kept_without_repeated_passes(tmp_path):
     folder = RunFolder(config(tmp_path))
     passes = [(0.0, 2, "off"), (0.1, 2, "off"), (0.2, 1, "off"), (0.3, 1, "ngram:4,1,5")]
-    folder.log_rollout(1, [5, 3], [*passes, (0.4, 0, "off")])
+    responses = [response([4, 5, 6], -0.5), response([4, 5, 6], -0.25), response([4, 5], -0.5)]
+    folder.log_rollout(1, responses, [*passes, (0.4, 0, "off")])
     (record,) = read_jsonl(folder.path / "rollouts.jsonl")
-    assert record["lengths"] == [5, 3]
+    assert record["lengths"] == [3, 3, 2]
+    assert len(set(record["checksums"])) == 3
+    assert record["checksums"][0] == response([4, 5, 6], -0.5).checksum
     assert record["active"] == [
         [0.0, 2, "off"],
         [0.2, 1, "off"],
