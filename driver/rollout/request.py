@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from operator import index
 from typing import Any, Literal
-
-import numpy as np
 
 import tlt_ext
 
@@ -162,8 +161,7 @@ class Response:
     @property
     def checksum(self) -> int:
         """CRC-32 of the tokens as int32 and the log-probs as float32."""
-        tokens = np.array(self.token_ids, np.int32).tobytes()
-        return zlib.crc32(np.array(self.logprobs, np.float32).tobytes(), zlib.crc32(tokens))
+        return zlib.crc32(array("f", self.logprobs), zlib.crc32(array("i", self.token_ids)))
 
     @property
     def turns(self) -> int:
