@@ -44,7 +44,7 @@ class ArmRun:
     heldout: list[float]  # before the first step, after the last
     policy: str = ""  # fingerprint of the warm start's; "" before the run has ended
     commit: str = ""  # or several, of a run that was resumed; "" = not recorded
-    checksums: list[list[int]] = field(default_factory=list)  # of responses; a peer has none
+    checksums: list[list[int]] = field(default_factory=list)  # of responses; peers have none
 
     @staticmethod
     def read(arm: str, seed: int, folder: Path) -> ArmRun | None:
@@ -57,6 +57,8 @@ class ArmRun:
         heldout = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
         lengths = [line["lengths"] for line in rollouts]
         checksums = [line["checksums"] for line in rollouts if "checksums" in line]
+        if len(checksums) < len(lengths):  # begun by an older version
+            checksums = []
         commits = ", ".join(commits_of(folder))
         policy = warmed_policy(folder)
         return ArmRun(arm, seed, records, lengths, heldout, policy, commits, checksums)
