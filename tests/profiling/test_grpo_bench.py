@@ -301,7 +301,8 @@ def test_a_run_keeps_the_commits_that_made_it(runs, monkeypatch, tmp_path):
     (tmp_path / "off-0").mkdir()
     (tmp_path / "off-0" / "metrics.jsonl").write_text(json.dumps(record(1, 1.0, 1.0, 2.0)) + "\n")
     rollouts = tmp_path / "off-0" / "rollouts.jsonl"
-    rollouts.write_text('{"step": 1, "lengths": [1]}\n{"lengths": [2], "checksums": [3]}\n')
+    lines = [{"step": 1, "lengths": [1]}, {"step": 2, "lengths": [2], "checksums": [3]}]
+    rollouts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = ArmRun.read("off", 0, tmp_path / "off-0")
     assert run.lengths == [[1], [2]] and run.checksums == []  # an older version began the run
     merged = Bench("grpo", math.nan)
