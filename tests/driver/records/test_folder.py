@@ -104,10 +104,10 @@ def response(tokens, logprob):
 def test_a_rollout_is_kept_without_repeated_passes(tmp_path):
     folder = RunFolder(config(tmp_path))
     passes = [(0.0, 2, "off"), (0.1, 2, "off"), (0.2, 1, "off"), (0.3, 1, "ngram:4,1,5")]
-    responses = [response([4, 5, 6], -0.5), response([4, 5, 6], -0.25), response([4, 5], -0.5)]
+    responses = [response([4, 5, 6], -0.5), response([4, 5, 6], -0.25), response([4, 5, 7], -0.5)]
     folder.log_rollout(1, responses, [*passes, (0.4, 0, "off")])
     (record,) = read_jsonl(folder.path / "rollouts.jsonl")
-    assert record["lengths"] == [3, 3, 2]
+    assert record["lengths"] == [3, 3, 3]
     assert len(set(record["checksums"])) == 3
     assert record["checksums"][0] == response([4, 5, 6], -0.5).checksum
     assert record["active"] == [

@@ -101,22 +101,22 @@ def unbroken(tmp_path_factory):
 
 
 def history(folder: Path):
-    """Per step: reward, lengths and held-out accuracy; and every sample text."""
+    """Per step: reward, checksums of responses, held-out accuracy; and every sample text."""
     keys = ["critic/rewards/mean", "response_length/mean", "response_length/max", "eval/accuracy"]
     records = read_jsonl(folder / "metrics.jsonl")
     steps = [[r["step"], *(r.get(key) for key in keys)] for r in records]
-    lengths = [[r["step"], r["lengths"]] for r in read_jsonl(folder / "rollouts.jsonl")]
-    return steps, lengths, read_jsonl(folder / "samples.jsonl")
+    bits = [[r["step"], r["checksums"]] for r in read_jsonl(folder / "rollouts.jsonl")]
+    return steps, bits, read_jsonl(folder / "samples.jsonl")
 
 
 def rolled_out(folder: Path):
-    """Per step: reward, lengths of all responses, text and reward of some."""
-    steps, lengths, samples = history(folder)
+    """Per step: reward, checksums of all responses, text and reward of some."""
+    steps, bits, samples = history(folder)
     told = defaultdict(list)
     for sample in samples:
         told[sample["step"]].append(sample)
     rewards = {step: reward for step, reward, *_ in steps}
-    return [[step, rewards[step], some, told[step]] for step, some in lengths]
+    return [[step, rewards[step], some, told[step]] for step, some in bits]
 
 
 def test_a_run_leaves_its_records(unbroken):
